@@ -1,0 +1,2 @@
+//! The memory manager of the KV cache.
+pub mod kernels;
