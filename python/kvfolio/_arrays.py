@@ -117,7 +117,9 @@ def float32_vector(argument: str, value: object, length: int) -> NDArray[np.floa
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"{argument} must hold numbers, not {array.dtype}")
     if array.shape != (length,):
-        raise ValueError(f"{argument} must have shape ({length},), one number for each query head, not {array.shape}")
+        raise ValueError(
+            f"{argument} must have shape ({length},), one number for each query head, not {array.shape}"
+        )
     with np.errstate(over="ignore"):  # the kernel refuses what is not finite, by name
         return np.ascontiguousarray(array, np.float32)
 

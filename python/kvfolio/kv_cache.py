@@ -98,7 +98,9 @@ class KVCache:
         head_dim = _checks.integer("head_dim", head_dim, 1)
         name = _arrays.dtype_name("dtype", dtype)
         if str(device) != "cpu":
-            raise ValueError(f"device must be 'cpu', the only one that is supported so far, not {str(device)!r}")
+            raise ValueError(
+                f"device must be 'cpu', the only one that is supported so far, not {str(device)!r}"
+            )
         if array not in ("numpy", "torch"):
             raise ValueError(f"array must be 'numpy' or 'torch', not {array!r}")
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
@@ -140,7 +142,9 @@ class KVCache:
         for (one, one_view), (other, other_view) in combinations(zip(named, views, strict=True), 2):
             if _share_memory(one_view, other_view):
                 raise ValueError(f"{one[0]} and {other[0]} must not share memory")
-        _native.copy_blocks(dtype, views, np.empty((0, 2), np.int32))  # its checks of strides are the kernels' own
+        _native.copy_blocks(
+            dtype, views, np.empty((0, 2), np.int32)
+        )  # its checks of strides are the kernels' own
         cache = cls.__new__(cls)
         cache._adopt(pool, keys, values, dtype)
         return cache
@@ -402,7 +406,9 @@ def _check_storage(argument: str, view: NDArray[Any], shape: tuple[int, ...]) ->
     if not view.flags.writeable:
         raise ValueError(f"{argument} must be writable")
     if view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
-        raise ValueError(f"{argument} must be contiguous in its last dimension, head_dim; its strides are {view.strides}")
+        raise ValueError(
+            f"{argument} must be contiguous in its last dimension, head_dim; its strides are {view.strides}"
+        )
 
 
 def _share_memory(one: NDArray[Any], other: NDArray[Any]) -> bool:

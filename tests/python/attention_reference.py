@@ -80,7 +80,10 @@ def poison_unowned(cache, plan):
     owned = np.zeros(cache.pool.num_physical_blocks * cache.block_size, bool)
     for table, length in zip(plan.block_table, plan.seq_lens, strict=True):
         positions = np.arange(length)
-        owned[table[positions // cache.block_size].astype(np.int64) * cache.block_size + positions % cache.block_size] = 1
+        owned[
+            table[positions // cache.block_size].astype(np.int64) * cache.block_size
+            + positions % cache.block_size
+        ] = 1
     for block, offset in zip(*np.nonzero(~owned.reshape(-1, cache.block_size)), strict=True):
         for array in (*cache.keys, *cache.values):
             fill(array[int(block), int(offset)], np.nan)
@@ -146,7 +149,9 @@ class Bench:
         for index, row in enumerate(plan.rows.tolist()):
             span = slice(*plan.query_start_loc[index : index + 2].tolist())
             old = self.truth[row]
-            self.truth[row] = tuple(np.concatenate([a, to_float64(b[span])]) for a, b in zip(old, (k, v), strict=True))
+            self.truth[row] = tuple(
+                np.concatenate([a, to_float64(b[span])]) for a, b in zip(old, (k, v), strict=True)
+            )
             expected.append(attention(to_float64(q[span]), *self.truth[row], **options))
         true_out, true_lse = (np.concatenate(parts) for parts in zip(*expected, strict=True))
         plan.commit()

@@ -43,7 +43,13 @@ def test_dtypes_go_by_name_or_object():
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "block_size", "alignment"])
 def test_sizes_below_one_or_not_whole_are_refused_by_name(name):
     good = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "float16", "block_size": 4}
-    for value, error in ((0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)):
+    for value, error in (
+        (0, ValueError),
+        (-1, ValueError),
+        (1.0, TypeError),
+        (True, TypeError),
+        ("1", TypeError),
+    ):
         with pytest.raises(error, match=f"{name} must be"):
             kv.KVSpec(**{**good, name: value})
 

@@ -204,8 +204,9 @@ fn memory<E: NumpyElement, const N: usize>(
         )
     };
     let size = size_of::<E>() as isize;
-    // Numpy leaves strides of dimensions with fewer than two entries to chance.
-    let matters = |axis: usize| shape[axis] > 1;
+    // Numpy leaves to chance the strides of empty arrays and of dimensions with one entry.
+    let is_empty = shape.contains(&0);
+    let matters = |axis: usize| shape[axis] > 1 && !is_empty;
     if !data.is_aligned() || (0..N).any(|axis| matters(axis) && bytes[axis] % size != 0) {
         return Err(PyValueError::new_err(format!(
             "{name} must be aligned to its elements"

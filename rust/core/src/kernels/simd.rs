@@ -242,7 +242,10 @@ pub(crate) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     // Clippy lets tests import by wildcard, so there the expectation would not be met.
-    #[cfg_attr(not(test), expect(clippy::wildcard_imports, reason = "the prefix names them"))]
+    #[cfg_attr(
+        not(test),
+        expect(clippy::wildcard_imports, reason = "the prefix names them")
+    )]
     use std::arch::x86_64::*;
 
     use half::{bf16, f16};
