@@ -1,8 +1,8 @@
 """The one place that knows how numpy arrays, torch tensors and bfloat16 differ.
 
-Kernels take numpy arrays of float32, float16, or uint16 that holds the bits of bfloat16. Everything else is turned
-into such a view of the same memory here. Torch is never imported unless the caller asked for tensors: whoever passes
-one has imported it.
+Kernels take numpy arrays of float32, float16, or uint16 that holds the bits of bfloat16. Everything else is
+turned into such a view of the same memory here. Torch is never imported unless the caller asked for
+tensors: whoever passes one has imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def dtype_name(argument: str, dtype: object) -> str:
-    """The plain name of a storage type, given as a name or as numpy's, torch's or ml_dtypes' object for it."""
+    """The plain name of a storage type, given as a name or as an object of numpy, torch or ml_dtypes."""
     name = dtype
     if not isinstance(dtype, str):
         name = str(dtype).removeprefix("torch.") if _is_torch_dtype(dtype) else _numpy_name(dtype)
@@ -59,7 +59,7 @@ def stored_dtype(argument: str, value: Array) -> str:
 
 
 def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[Any]:
-    """The same memory as the kernels take it; TypeError or ValueError if it is not of `dtype`, on the CPU, or strided."""
+    """The same memory as the kernels take it; TypeError or ValueError if it is not fit for them."""
     kind = kind_of(argument, value)
     if stored_dtype(argument, value) != dtype:
         raise TypeError(f"{argument} must be of dtype {dtype}, as the cache is, not {value.dtype}")
@@ -71,7 +71,7 @@ def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[A
 
 
 def with_adjacent_rows(view: NDArray[Any]) -> NDArray[Any]:
-    """The array itself, or a copy of it where its last dimension is not contiguous or its elements not aligned."""
+    """The array itself, or a copy where its last dimension is not contiguous or elements are not aligned."""
     adjacent = view.shape[-1] <= 1 or view.strides[-1] == view.itemsize
     whole = all(stride % view.itemsize == 0 for stride in view.strides)
     return view if adjacent and whole and view.flags.aligned else np.ascontiguousarray(view)
@@ -163,4 +163,5 @@ def _numpy_bfloat16() -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         return np.dtype(np.uint16)
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype

@@ -11,7 +11,7 @@ def integer(argument: str, value: object, minimum: int) -> int:
     """The value as an int; TypeError if it is none, ValueError if it is below `minimum`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{argument} must be an integer, not {type(value).__name__}")
-    if value < minimum:
+    if int(value) < minimum:
         raise ValueError(f"{argument} must be at least {minimum}, not {value}")
     return int(value)
 
@@ -20,7 +20,7 @@ def index(argument: str, value: object, length: int) -> int:
     """The value as an int; TypeError if it is none, IndexError if it is outside `range(length)`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{argument} must be an integer, not {type(value).__name__}")
-    if not 0 <= value < length:
+    if not 0 <= int(value) < length:
         raise IndexError(f"{argument} must be between 0 and {length - 1}, not {value}")
     return int(value)
 

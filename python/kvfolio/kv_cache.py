@@ -14,8 +14,8 @@ from kvfolio import _arrays, _checks, _native
 from kvfolio._arrays import Array
 
 
-class CopiesNotApplied(RuntimeError):
-    """A plan's copy-on-write has not been done yet, and what was asked for would come out wrong without it."""
+class CopiesNotApplied(RuntimeError):  # noqa: N818 - named for what happened, as the errors of the pool are
+    """A plan's copy-on-write is still to be done; what was asked for would come out wrong without it."""
 
 
 class Pool(Protocol):
@@ -47,7 +47,8 @@ class Plan(Protocol):
 class KVCache:
     """K and V of every layer, in the blocks of a pool.
 
-    A step of a model applies the plan's copies once, and then, in every layer, writes its tokens' K and V and attends::
+    A step of a model applies the plan's copies once, and then, in every layer, writes its tokens' K and V
+    and attends::
 
         cache.apply_copies(plan)
         for layer in range(cache.num_layers):
@@ -55,10 +56,12 @@ class KVCache:
             cache.write(layer, k, v, plan)
             out = cache.attend(layer, q, plan)
 
-    Arrays are numpy arrays or torch tensors of the cache's dtype; what comes out is of the kind that went in. In numpy,
-    bfloat16 is `ml_dtypes.bfloat16` where that package is installed, else its bits as uint16; both are taken.
+    Arrays are numpy arrays or torch tensors of the cache's dtype; what comes out is of the kind that went
+    in. In numpy, bfloat16 is `ml_dtypes.bfloat16` where that package is installed, else its bits as uint16;
+    both are taken.
 
-    Threads may use one cache at once for batches of their own: the pool's rules keep them off each other's blocks.
+    Threads may use one cache at once for batches of their own: the pool's rules keep them off each other's
+    blocks.
 
     Parameters
     ----------
@@ -78,7 +81,8 @@ class KVCache:
     TypeError, ValueError
         An argument is of the wrong type, too small, or names what is not supported.
     MemoryError
-        The system refuses the memory. It is claimed here but supplied by the page, when that is first written.
+        The system refuses the memory. It is claimed here but supplied by the page, when that is first
+        written.
     """
 
     def __init__(
@@ -116,15 +120,16 @@ class KVCache:
         ----------
         pool : BlockPool
         keys, values : sequence of arrays or tensors
-            One of each for every layer, seen as ``[num_physical_blocks, block_size, num_kv_heads, head_dim]``. Heads'
-            elements must be adjacent; other strides are free. So ``[blocks, heads, block_size, head_dim]`` (HND) comes
-            as a view with two axes swapped, and K and V packed in one array come as two views.
+            One of each for every layer, seen as ``[num_physical_blocks, block_size, num_kv_heads,
+            head_dim]``. Heads' elements must be adjacent; other strides are free. So ``[blocks, heads,
+            block_size, head_dim]`` (HND) comes as a view with two axes swapped, and K and V packed in one
+            array come as two views.
 
         Raises
         ------
         TypeError, ValueError
-            They differ in number, shape, dtype or device from each other or from the pool; are not writable; or do not
-            give every element a place of its own.
+            They differ in number, shape, dtype or device from each other or from the pool; are not
+            writable; or do not give every element a place of its own.
         """
         shape = _pool_shape(pool)
         keys, values = tuple(keys), tuple(values)
@@ -162,12 +167,12 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[Array, ...]:
-        """K of each layer, ``[num_physical_blocks, block_size, num_kv_heads, head_dim]``; the storage itself."""
+        """The storage of K, ``[num_physical_blocks, block_size, num_kv_heads, head_dim]`` for each layer."""
         return self._keys
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """V of each layer, shaped like `keys`; the storage itself."""
+        """The storage of V, shaped like `keys`."""
         return self._values
 
     @property
@@ -215,8 +220,8 @@ class KVCache:
     def apply_copies(self, plan: Plan) -> None:
         """Do a plan's copy-on-write, in all layers; to be called once for a plan, before its first `write`.
 
-        All sources are read before any destination is written. A second call for the same plan does nothing, so that
-        it cannot undo what was written since.
+        All sources are read before any destination is written. A second call for the same plan does
+        nothing, so that it cannot undo what was written since.
 
         Raises
         ------
@@ -242,7 +247,8 @@ class KVCache:
         Raises
         ------
         CopiesNotApplied
-            The plan has copies, and `apply_copies` was not called: they would overwrite what is written now.
+            The plan has copies, and `apply_copies` was not called: they would overwrite what is written
+            now.
         TypeError, ValueError, IndexError
             An argument does not fit the cache or the plan. Nothing was written.
         """
@@ -302,12 +308,13 @@ class KVCache:
     ) -> Any:
         """Causal attention of a step's queries to all K and V of their sequences, of this step and before.
 
-        The queries of a row are its last positions: of `n` queries of a sequence that is `s` tokens long now, query `i`
-        stands at position ``s - n + i`` and sees the keys up to there. Rows of one query (decode) and of many (prefill,
-        or a chunk of one) go together. Query head `h` reads KV head ``h // (num_heads // num_kv_heads)``.
+        The queries of a row are its last positions: of `n` queries of a sequence that is `s` tokens long
+        now, query `i` stands at position ``s - n + i`` and sees the keys up to there. Rows of one query
+        (decode) and of many (prefill, or a chunk of one) go together. Query head `h` reads KV head ``h //
+        (num_heads // num_kv_heads)``.
 
-        The score of a key is ``scale * (q . k)``, then ``cap * tanh(score / cap)`` if there is a soft cap, then the ALiBi
-        bias is added. Sums are taken in float32.
+        The score of a key is ``scale * (q . k)``, then ``cap * tanh(score / cap)`` if there is a soft cap,
+        then the ALiBi bias is added. Sums are taken in float32.
 
         Parameters
         ----------
@@ -324,8 +331,8 @@ class KVCache:
         alibi_slopes : ``[num_heads]``, optional
             ``slope * (key position - query position)`` is added to scores (Press et al. 2022).
         sinks : ``[num_heads]``, optional
-            A score for each head that joins the softmax's denominator and carries no value: learned attention sinks, as
-            in gpt-oss (after StreamingLLM, Xiao et al. 2024).
+            A score for each head that joins the softmax's denominator and carries no value: learned
+            attention sinks, as in gpt-oss (after StreamingLLM, Xiao et al. 2024).
         return_lse : bool
             Return the logarithm of the denominators, too: with it, partial results can be merged.
 
@@ -339,15 +346,16 @@ class KVCache:
         Raises
         ------
         ValueError
-            A block that was discarded is in sight of a query: the sliding window is wider than what was kept.
+            A block that was discarded is in sight of a query: the sliding window is wider than what was
+            kept.
         TypeError, ValueError, IndexError
             An argument does not fit the cache or the plan.
 
         Notes
         -----
-        Online softmax (Milakov and Gimelshein 2018) over K and V where they lie in their pages (FlashAttention, Dao et
-        al. 2022; PagedAttention, Kwon et al., SOSP 2023). Memory that a query does not see has no influence on its row,
-        not even if it holds NaN.
+        Online softmax (Milakov and Gimelshein 2018) over K and V where they lie in their pages
+        (FlashAttention, Dao et al. 2022; PagedAttention, Kwon et al., SOSP 2023). Memory that a query does
+        not see has no influence on its row, not even if it holds NaN.
         """
         layer = _checks.index("layer", layer, self.num_layers)
         queries = self._tokens("q", q, plan)
@@ -415,7 +423,7 @@ def _share_memory(one: NDArray[Any], other: NDArray[Any]) -> bool:
     if not np.may_share_memory(one, other):
         return False
     try:
-        return np.shares_memory(one, other, max_work=100_000)
+        return np.shares_memory(one, other, max_work=100_000)  # type: ignore[arg-type]  # any int, says numpy
     except np.exceptions.TooHardError:  # interleaved in a way that only a search could tell from overlapping
         return False
 

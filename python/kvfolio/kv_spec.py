@@ -59,8 +59,8 @@ class KVSpec:
     def blocks_in(self, num_bytes: int) -> int:
         """How many whole blocks so many bytes hold.
 
-        The storage of a pool has one block more than the pool hands out, the null block: within a budget of `b`
-        bytes there is room for ``BlockPool(spec.blocks_in(b) - 1, spec.block_size)``.
+        The storage of a pool has one block more than the pool hands out, the null block: within a budget of
+        `b` bytes there is room for ``BlockPool(spec.blocks_in(b) - 1, spec.block_size)``.
 
         Raises
         ------
