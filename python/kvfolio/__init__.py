@@ -27,6 +27,8 @@ from kvfolio.errors import (
     RefCountOverflow,
     StaleHandle,
 )
+from kvfolio.kv_cache import KVCache
+from kvfolio.kv_spec import KVSpec
 
 __all__ = [
     "Batch",
@@ -37,7 +39,9 @@ __all__ = [
     "Context",
     "CorruptPool",
     "InvalidBlock",
+    "KVCache",
     "KVFolioError",
+    "KVSpec",
     "OutOfBlocks",
     "Plan",
     "PlanInFlight",

@@ -12,6 +12,9 @@ use crate::{
     sequence::PySequence,
 };
 
+/// The running sequences, each in a row whose number stays.
+///
+/// Up to `max_sequences` sequences of up to `max_tokens_per_sequence` tokens each.
 #[pyclass(name = "Batch", module = "kvfolio", frozen, weakref)]
 pub(crate) struct PyBatch {
     batch: Batch,
@@ -86,21 +89,27 @@ impl PyBatch {
         Ok(Self { batch, admitted: Mutex::default() })
     }
 
+    /// Rows.
     #[getter]
     fn max_sequences(&self) -> usize {
         self.batch.max_sequences()
     }
 
+    /// The most tokens that a sequence may have in this batch.
     #[getter]
     fn max_tokens_per_sequence(&self) -> usize {
         self.batch.max_tokens_per_sequence()
     }
 
+    /// The rows that are taken, in admission order.
     #[getter]
     fn rows(&self) -> Result<Vec<usize>> {
         Ok(self.batch.rows()?)
     }
 
+    /// Admit a sequence and hold what the cache has of it; the lowest free row is its own.
+    ///
+    /// At most num_tokens - 1 tokens are found, in whole blocks. Raises BatchFull, PlanInFlight, ValueError.
     fn add(&self, seq: Any<'_, '_>) -> Result<usize> {
         let sequence = PySequence::argument("seq", seq)?;
         let row = self.batch.add(&sequence.get().0)?;
@@ -114,33 +123,41 @@ impl PyBatch {
         Ok(row)
     }
 
+    /// Take a sequence out of its row; it keeps its blocks.
     fn remove(&self, py: Python<'_>, row: Any<'_, '_>) -> Result<Py<PySequence>> {
         let row = arguments::count("row", row, 0)?;
         let sequence = self.batch.remove(row)?;
         Ok(self.take_admitted(py, row, sequence)?)
     }
 
+    /// Take a sequence out of its row and drop its blocks; tokens stay, and published blocks stay findable.
     fn preempt(&self, py: Python<'_>, row: Any<'_, '_>) -> Result<Py<PySequence>> {
         let row = arguments::count("row", row, 0)?;
         let sequence = self.batch.preempt(row)?;
         Ok(self.take_admitted(py, row, sequence)?)
     }
 
+    /// Append one token to each of some rows. All or nothing.
     fn extend(&self, rows: Any<'_, '_>, token_ids: Any<'_, '_>) -> Result<()> {
         let rows = arguments::counts("rows", rows)?;
         Ok(self.batch.extend(&rows, &arguments::tokens("token_ids", token_ids)?)?)
     }
 
+    /// Append one token whose id is not known yet to each of some rows. All or nothing.
     fn extend_unknown(&self, rows: Any<'_, '_>) -> Result<()> {
         Ok(self.batch.extend_unknown(&arguments::counts("rows", rows)?)?)
     }
 
+    /// Row rows[i], by default i, goes on as a fork of row parents[i], all at once; other rows stay.
+    ///
+    /// Handles stay with their rows. For beam search. Raises PlanInFlight.
     #[pyo3(signature = (parents, rows = None))]
     fn reorder(&self, parents: Any<'_, '_>, rows: Option<Any<'_, '_>>) -> Result<()> {
         let parents = arguments::counts("parents", parents)?;
         Ok(self.batch.reorder(&parents, arguments::optional_counts("rows", rows)?.as_deref())?)
     }
 
+    /// How many free blocks are missing for a plan of the same arguments; 0 means that it fits.
     #[pyo3(signature = (max_tokens = None, *, rows = None, num_tokens = None))]
     fn shortfall(
         &self,
@@ -152,6 +169,10 @@ impl PyBatch {
         Ok(self.batch.shortfall(&request.as_core(false))?)
     }
 
+    /// Allocate for the next step: all of it or, if `partial`, the rows that fit.
+    ///
+    /// `rows` are served in the order given, by default all in admission order; each takes at most `num_tokens` (one number, or
+    /// one a row) of its pending tokens, all together at most `max_tokens`. Raises OutOfBlocks, and has changed nothing then.
     #[pyo3(signature = (max_tokens = None, partial = false, *, rows = None, num_tokens = None))]
     fn plan(
         &self,

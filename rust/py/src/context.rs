@@ -12,6 +12,11 @@ use crate::{
     errors::Result,
 };
 
+/// All that KV depends on besides the tokens; equal tokens under unequal contexts never match.
+///
+/// `tenant` is for the server to set, `salt` for the request. `extras` are (start, stop, digest: bytes): what the positions
+/// start <= t < stop hold that the token ids do not tell, such as a picture. An extra belongs to every block that it
+/// touches, placed relative to that block.
 #[pyclass(name = "Context", module = "kvfolio", frozen, eq)]
 #[derive(PartialEq)]
 pub(crate) struct PyContext(pub(crate) Context);
@@ -71,26 +76,31 @@ impl PyContext {
         Ok(Self(context))
     }
 
+    /// The model, its revision and quantisation.
     #[getter]
     fn model(&self) -> &str {
         &self.0.model
     }
 
+    /// The adapter and its version.
     #[getter]
     fn adapter(&self) -> &str {
         &self.0.adapter
     }
 
+    /// Who may share.
     #[getter]
     fn tenant(&self) -> &str {
         &self.0.tenant
     }
 
+    /// A secret that keeps a cache apart within its tenant.
     #[getter]
     fn salt(&self) -> &str {
         &self.0.salt
     }
 
+    /// Sorted tuple of (start, stop, digest).
     #[getter]
     fn extras<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let extra = |extra: &Extra| (extra.start(), extra.stop(), PyBytes::new(py, extra.digest()));

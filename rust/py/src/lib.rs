@@ -7,6 +7,7 @@ mod arrays;
 mod batch;
 mod context;
 mod errors;
+mod kernels;
 mod plan;
 mod pool;
 mod sequence;
@@ -29,8 +30,14 @@ fn block_layout(
 mod _native {
     #[pymodule_export]
     use super::{
-        batch::PyBatch, block_layout, context::PyContext, plan::PyPlan, pool::PyBlockPool,
-        sequence::PySequence, table::PyBlockTable,
+        batch::PyBatch,
+        block_layout,
+        context::PyContext,
+        kernels::{attend, copy_blocks, write_kv},
+        plan::PyPlan,
+        pool::PyBlockPool,
+        sequence::PySequence,
+        table::PyBlockTable,
     };
     use pyo3::prelude::*;
 

@@ -198,14 +198,16 @@ impl SequenceState {
         history.tokens.truncate(n);
         history.unknown.truncate(history.unknown.partition_point(|position| *position < n));
         history.extras.retain(|extra| extra.start < n);
-        for extra in &mut history.extras {
-            extra.stop = extra.stop.min(n);
+        let mut full = n / self.table.pool().block_size();
+        for extra in history.extras.iter_mut().filter(|extra| extra.stop > n) {
+            extra.stop = n;
+            // The keys of the blocks that it touches are others now.
+            full = full.min(extra.start / self.table.pool().block_size());
         }
         history.extras.sort();
+        history.chain.truncate(full);
+        history.num_published = history.num_published.min(n / self.table.pool().block_size());
         self.table.cut(self.history.num_computed);
-        let full = n / self.block_size();
-        self.history.chain.truncate(full);
-        self.history.num_published = self.history.num_published.min(full);
         self.steps.cut(n);
     }
 
