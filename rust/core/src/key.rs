@@ -40,8 +40,8 @@ impl Key {
 
     /// Bits to place the key in an index by; the whole key is compared there.
     pub(crate) fn index_bits(&self) -> u64 {
-        let [a, b, c, d, e, f, g, h, ..] = self.0;
-        u64::from_le_bytes([a, b, c, d, e, f, g, h])
+        let (bits, _) = self.0.split_first_chunk().unwrap_or((&[0; 8], &[]));
+        u64::from_le_bytes(*bits)
     }
 }
 

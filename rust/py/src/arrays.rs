@@ -2,14 +2,13 @@
 
 use kvfolio::BlockId;
 use numpy::{
-    Element, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods, npyffi::flags::NPY_ARRAY_WRITEABLE,
+    Element, PyArray, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods,
+    npyffi::flags::NPY_ARRAY_WRITEABLE,
 };
 use pyo3::prelude::*;
 
 /// Make an array read-only for good: who holds it has a snapshot.
-pub(crate) fn read_only<'py, T: Element, D>(
-    array: Bound<'py, numpy::PyArray<T, D>>,
-) -> Bound<'py, numpy::PyArray<T, D>> {
+pub(crate) fn read_only<T: Element, D>(array: Bound<'_, PyArray<T, D>>) -> Bound<'_, PyArray<T, D>> {
     // SAFETY: the array object is alive, and while this thread is attached and has just made it nobody
     // else reads or writes its flags.
     unsafe { (*array.as_array_ptr()).fields.flags &= !NPY_ARRAY_WRITEABLE };

@@ -3,7 +3,7 @@
 use kvfolio::Error;
 use pyo3::{
     call::PyCallArgs,
-    exceptions::{PyIndexError, PyValueError},
+    exceptions::{PyIndexError, PyMemoryError, PyValueError},
     prelude::*,
 };
 
@@ -30,6 +30,7 @@ impl From<Error> for Raised {
         let message = error.to_string();
         let class = match error {
             Error::Argument(_) => return Self(PyValueError::new_err(message)),
+            Error::OutOfMemory { .. } => return Self(PyMemoryError::new_err(message)),
             Error::Position(_) => return Self(PyIndexError::new_err(message)),
             Error::OutOfBlocks { needed, free, quarantined, ever_fits } => {
                 return Self(Python::attach(|py| {

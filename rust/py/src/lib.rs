@@ -2,6 +2,8 @@
 //!
 //! Every class is frozen and every lock is only tried, so a second thread is told so instead of waiting.
 
+#![expect(clippy::doc_markdown, reason = "doc comments of classes and methods are Python docstrings")]
+
 mod arguments;
 mod arrays;
 mod batch;

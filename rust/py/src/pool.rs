@@ -39,16 +39,13 @@ impl PyBlockPool {
 
 /// The context that was given, or the empty one.
 fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
-    match context.filter(|context| !context.is_none()) {
-        None => Ok(Context::default()),
-        Some(context) => match context.cast::<PyContext>() {
-            Ok(context) => Ok(context.get().0.clone()),
-            Err(_) => {
-                let came = context.get_type();
-                Err(PyTypeError::new_err(format!("context must be a Context or None, not {came}")))
-            }
-        },
-    }
+    let Some(context) = context.filter(|context| !context.is_none()) else {
+        return Ok(Context::default());
+    };
+    let context = context.cast::<PyContext>().map_err(|_| {
+        PyTypeError::new_err(format!("context must be a Context or None, not {}", context.get_type()))
+    })?;
+    Ok(context.get().0.clone())
 }
 
 #[pymethods]
@@ -74,8 +71,8 @@ impl PyBlockPool {
     }
 
     /// The id that pads tables; never handed out.
-    #[getter]
-    fn null_block(&self) -> i32 {
+    #[classattr]
+    fn null_block() -> i32 {
         BlockId::NULL.as_i32()
     }
 

@@ -35,12 +35,12 @@ impl BatchState {
                 break (choice, taken);
             }
         };
-        self.forget_old_plans();
+        self.forget_dropped_plans();
         let id = PlanId { batch: self.serial, serial: self.pool.shared().next_serial() };
         self.holds.begin(id.serial);
         let (steps, copies) = self.take_steps(id, &choice, taken)?;
         let plan = Arc::new(self.export(id, steps, &copies, choice)?);
-        self.plans.push_back((id.serial, Arc::downgrade(&plan)));
+        self.plans.push((id.serial, Arc::downgrade(&plan)));
         self.in_flight.push_back(Arc::clone(&plan));
         Ok(plan)
     }
@@ -89,7 +89,7 @@ impl BatchState {
         choice: &Choice,
         taken: Taken,
     ) -> Result<(Vec<FlightStep>, Vec<Option<Copy>>)> {
-        let oldest_plan = self.plans.front().map_or(id.serial, |(serial, _)| *serial);
+        let has_handle = |serial| self.plans.binary_search_by_key(&serial, |(serial, _)| *serial).is_ok();
         let mut fresh = taken.fresh.into_iter();
         let mut steps = Vec::with_capacity(choice.steps.len());
         let mut copies = Vec::with_capacity(choice.steps.len());
@@ -98,7 +98,7 @@ impl BatchState {
             let start = state.table.num_tokens();
             let new = NewStep {
                 plan: id,
-                oldest_plan,
+                has_handle: &has_handle,
                 holds: &self.holds,
                 num_found: chosen.found.len(),
                 count: chosen.count,

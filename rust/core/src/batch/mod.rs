@@ -38,8 +38,8 @@ pub(crate) struct BatchState {
     max_tokens: usize,
     rows: Rows,
     in_flight: VecDeque<Arc<PlanShared>>,
-    /// Plans by age whose handles may still be there.
-    plans: VecDeque<(u64, Weak<PlanShared>)>,
+    /// Plans by serial number whose handles may still be there.
+    plans: Vec<(u64, Weak<PlanShared>)>,
     /// Sequences that left a row which such a plan may name.
     departed: HashMap<u64, Weak<SequenceCell>>,
     holds: Arc<Holds>,
@@ -80,7 +80,7 @@ impl Batch {
             max_tokens: max_tokens_per_sequence,
             rows: Rows::new(max_sequences),
             in_flight: VecDeque::new(),
-            plans: VecDeque::new(),
+            plans: Vec::new(),
             departed: HashMap::new(),
             holds: Arc::new(Holds::new(pool)),
             told: ToldTables::default(),
@@ -264,7 +264,7 @@ impl BatchState {
 
     /// Remember where to find a sequence that a plan may name, for as long as such plans have handles.
     fn note_departed(&mut self, serial: u64, cell: &Arc<SequenceCell>) {
-        self.forget_old_plans();
+        self.forget_dropped_plans();
         if self.plans.is_empty() {
             self.departed.clear();
             return;
@@ -275,10 +275,8 @@ impl BatchState {
         self.departed.insert(serial, Arc::downgrade(cell));
     }
 
-    fn forget_old_plans(&mut self) {
-        while self.plans.front().is_some_and(|(_, plan)| plan.strong_count() == 0) {
-            self.plans.pop_front();
-        }
+    fn forget_dropped_plans(&mut self) {
+        self.plans.retain(|(_, plan)| plan.strong_count() > 0);
     }
 
     /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended.
@@ -294,5 +292,13 @@ impl BatchState {
         }
         let cell = self.departed.get(&serial)?.upgrade()?;
         Sequence::of_cell(cell).with_waiting(work)
+    }
+}
+
+impl Drop for BatchState {
+    /// No plan has a handle any more, or that would keep the batch; those which could not be rolled back when
+    /// theirs was dropped still hold blocks.
+    fn drop(&mut self) {
+        self.roll_back_dropped();
     }
 }

@@ -14,22 +14,21 @@ pub(super) struct Row {
 }
 
 pub(super) struct Rows {
-    rows: Vec<Option<Row>>,
+    capacity: usize,
+    /// By row, as far as rows were ever taken.
+    occupied: Vec<Option<Row>>,
     in_order: Vec<usize>,
+    /// Rows that were taken once.
     vacant: BinaryHeap<Reverse<usize>>,
 }
 
 impl Rows {
-    pub(super) fn new(max_sequences: usize) -> Self {
-        Self {
-            rows: std::iter::repeat_with(|| None).take(max_sequences).collect(),
-            in_order: Vec::new(),
-            vacant: (0..max_sequences).map(Reverse).collect(),
-        }
+    pub(super) fn new(capacity: usize) -> Self {
+        Self { capacity, occupied: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
-        self.rows.len()
+        self.capacity
     }
 
     pub(super) fn in_order(&self) -> &[usize] {
@@ -37,47 +36,55 @@ impl Rows {
     }
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
-        self.vacant.peek().map(|Reverse(row)| *row)
+        let untouched = self.occupied.len();
+        let vacant = self.vacant.peek().map(|Reverse(row)| *row);
+        vacant.or((untouched < self.capacity).then_some(untouched))
     }
 
     /// Put a sequence into the lowest vacant row.
     pub(super) fn occupy(&mut self, row: usize, state: Box<SequenceState>, handle: Weak<SequenceCell>) {
-        self.vacant.pop();
+        let occupied = Some(Row { state, handle });
+        if row == self.occupied.len() {
+            self.occupied.push(occupied);
+        } else {
+            self.vacant.pop();
+            self.occupied[row] = occupied;
+        }
         self.in_order.push(row);
-        self.rows[row] = Some(Row { state, handle });
     }
 
     pub(super) fn vacate(&mut self, row: usize) -> Result<Row> {
         self.get(row)?;
-        let vacated = self.rows[row].take();
+        let vacated = self.occupied[row].take();
         self.in_order.retain(|other| *other != row);
         self.vacant.push(Reverse(row));
         vacated.ok_or_else(|| Self::empty(row))
     }
 
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
-        match self.rows.get(row) {
-            Some(Some(occupied)) => Ok(occupied),
+        match self.occupied.get(row) {
+            Some(Some(row)) => Ok(row),
             Some(None) => Err(Self::empty(row)),
-            None => Err(Error::argument("row", format_args!("between 0 and {}", self.rows.len() - 1), row)),
+            None => {
+                Err(Error::argument("row", format_args!("between 0 and {}", self.occupied.len() - 1), row))
+            }
         }
     }
 
     pub(super) fn state(&mut self, row: usize) -> Result<&mut SequenceState> {
         self.get(row)?;
-        self.rows[row].as_mut().map(|occupied| &mut *occupied.state).ok_or_else(|| Self::empty(row))
+        self.occupied[row].as_mut().map(|row| &mut *row.state).ok_or_else(|| Self::empty(row))
     }
 
     /// The row of a sequence that was in `row` once.
     pub(super) fn find(&self, row: usize, serial: u64) -> Option<usize> {
-        let is_there =
-            |row: &usize| self.rows[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial);
+        let is_there = |row: &usize| self.get(*row).is_ok_and(|row| row.state.serial == serial);
         Some(row).filter(is_there).or_else(|| self.in_order.iter().copied().find(is_there))
     }
 
     /// Refuse rows that are empty or named twice.
     pub(super) fn check_distinct(&self, rows: &[usize]) -> Result<()> {
-        let mut seen = vec![false; self.rows.len()];
+        let mut seen = vec![false; self.occupied.len()];
         for row in rows {
             self.get(*row)?;
             if std::mem::replace(&mut seen[*row], true) {

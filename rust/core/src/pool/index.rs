@@ -61,17 +61,17 @@ mod tests {
             bytes[8 + usize::from(n) % 24] = n;
             Key::from_bytes(bytes)
         };
-        for n in 0..200 {
+        for n in 0..200_u8 {
             assert_eq!(index.find(&key(n)), None);
             index.insert(key(n), BlockId::new(u32::from(n) + 1));
         }
-        for n in 0..200 {
+        for n in 0..200_u8 {
             assert_eq!(index.find(&key(n)), Some(BlockId::new(u32::from(n) + 1)));
         }
-        for n in (0..200).step_by(2) {
+        for n in (0..200_u8).step_by(2) {
             index.remove(BlockId::new(u32::from(n) + 1));
         }
-        for n in 0..200 {
+        for n in 0..200_u8 {
             assert_eq!(index.find(&key(n)).is_some(), n % 2 == 1);
         }
     }

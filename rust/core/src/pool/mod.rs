@@ -64,11 +64,25 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
 }
 
+/// Bytes of bookkeeping a block: its word, the count of what is lent, its link among the blank, its key and
+/// its stamp in the eviction queue. Entries of the index and the queue, which come as blocks are published,
+/// add some 20.
+const BYTES_PER_BLOCK: usize = 8 + 4 + 4 + 32 + 8;
+
+/// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
+/// instead of the end of the process.
+fn check_memory(num_blocks: usize) -> Result<()> {
+    let bytes = num_blocks * BYTES_PER_BLOCK;
+    let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
+    if refused { Err(Error::OutOfMemory { num_blocks, bytes }) } else { Ok(()) }
+}
+
 impl BlockPool {
     /// A pool of `num_blocks` blocks of `block_size` tokens; without `prefix_cache` nothing is ever found.
     pub fn new(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
+        check_memory(num_blocks)?;
         Ok(Self(Arc::new(Shared {
             num_blocks,
             block_size,

@@ -61,8 +61,8 @@ impl Steps {
 /// What a plan takes from or gives to one sequence.
 pub(crate) struct NewStep<'a> {
     pub(crate) plan: PlanId,
-    /// Handles of older plans of the batch are all gone.
-    pub(crate) oldest_plan: u64,
+    /// Whether a plan of the same batch, by its serial number, still has a handle.
+    pub(crate) has_handle: &'a dyn Fn(u64) -> bool,
     pub(crate) holds: &'a Arc<Holds>,
     pub(crate) num_found: usize,
     pub(crate) count: usize,
@@ -85,7 +85,7 @@ impl SequenceState {
         let step = Step { serial: new.plan.serial, start, copy, num_found: new.num_found };
         self.steps.in_flight.push_back(step);
         if self.steps.open.len() >= MANY_OPEN {
-            let is_alive = |plan: PlanId| plan.batch != new.plan.batch || plan.serial >= new.oldest_plan;
+            let is_alive = |plan: PlanId| plan.batch != new.plan.batch || (new.has_handle)(plan.serial);
             self.steps.open.retain(|step| is_alive(step.plan));
         }
         self.steps.open.push(OpenStep { plan: new.plan, stop: start + new.count, told: false });
