@@ -3,6 +3,8 @@
 //! A tile's rows are its queries times the query heads that share the KV head, so that each row of K and V is
 //! loaded once for all of them. Keys are taken [`CHUNK`] at a time, whatever the block size:
 //! score, soften (the online softmax's rescaling), accumulate.
+//!
+//! Vectors are not handled in closures, which cannot be told to be inlined.
 #![expect(
     clippy::inline_always,
     reason = "all of it must end up in a #[target_feature] function"
@@ -391,27 +393,15 @@ fn score_rows<S: Simd, E: Element, const M: usize>(
         }
         let keys = &chunk.keys[first..first + KEYS];
         let mut products = [[simd.splat(0.0); KEYS]; M];
-        let mut d = 0;
-        while d + S::LANES <= dim {
-            // SAFETY: every key is the address of dim readable elements, and d + LANES <= dim.
-            let k: [S::V; KEYS] =
-                std::array::from_fn(|key| unsafe { simd.load_elements(keys[key].add(d)) });
-            for (m, products) in products.iter_mut().enumerate() {
-                // SAFETY: row m of the M * width queries, and d + LANES <= dim <= width.
-                let q = unsafe { simd.load(queries.as_ptr().add(m * width + d)) };
-                for (product, &k) in products.iter_mut().zip(&k) {
-                    *product = simd.fma(q, k, *product);
-                }
+        let mut k = [simd.splat(0.0); KEYS];
+        for d in (0..dim).step_by(S::LANES) {
+            let left = dim - d;
+            for (k, key) in k.iter_mut().zip(keys) {
+                // SAFETY: every key is the address of dim readable elements, and d < dim.
+                *k = unsafe { simd.load_up_to(key.add(d), left) };
             }
-            d += S::LANES;
-        }
-        if d < dim {
-            // SAFETY: as above, for the dim - d elements that are left.
-            let k: [S::V; KEYS] =
-                std::array::from_fn(|key| unsafe { simd.load_some(keys[key].add(d), dim - d) });
             for (m, products) in products.iter_mut().enumerate() {
-                // SAFETY: as above; width is dim rounded up to a multiple of MAX_LANES, and so has LANES from d on.
-                let q = unsafe { simd.load(queries.as_ptr().add(m * width + d)) };
+                let q = simd.get(&queries[m * width + d..]);
                 for (product, &k) in products.iter_mut().zip(&k) {
                     *product = simd.fma(q, k, *product);
                 }
@@ -444,29 +434,28 @@ fn soften<S: Simd>(
     let scores = &mut scratch.scores[row * CHUNK..(row + 1) * CHUNK];
     let used = seen.end.next_multiple_of(S::LANES);
     if let Some(cap) = scoring.logit_softcap {
-        for_each_vector(simd, &mut scores[..used], |_, x| {
-            simd.mul(
-                simd.splat(cap),
-                simd.tanh(simd.mul(x, simd.splat(1.0 / cap))),
-            )
-        });
+        let (cap, inverse) = (simd.splat(cap), simd.splat(1.0 / cap));
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            simd.put(x, simd.mul(cap, simd.tanh(simd.mul(simd.get(x), inverse))));
+        }
     }
     if let Some(slopes) = scoring.alibi_slopes {
         // Distances are whole numbers, exact in f32 up to 2^24.
-        let start = simd.splat((first_position as i64 - query as i64) as f32);
-        for_each_vector(simd, &mut scores[..used], |place, x| {
-            let distance = simd.add(start, simd.add(simd.iota(), simd.splat(place as f32)));
-            simd.fma(simd.splat(slopes[head]), distance, x)
-        });
+        let slope = simd.splat(slopes[head]);
+        let mut distance = first_position as i64 - query as i64;
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            let distances = simd.add(simd.splat(distance as f32), simd.iota());
+            simd.put(x, simd.fma(slope, distances, simd.get(x)));
+            distance += S::LANES as i64;
+        }
     }
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..used].fill(f32::NEG_INFINITY);
 
     let mut largest = simd.splat(f32::NEG_INFINITY);
-    for_each_vector(simd, &mut scores[..used], |_, x| {
-        largest = simd.max(largest, x);
-        x
-    });
+    for x in scores[..used].chunks_exact(S::LANES) {
+        largest = simd.max(largest, simd.get(x));
+    }
     let largest = simd.max_lane(largest);
     let max = if largest > state.max {
         largest
@@ -476,31 +465,15 @@ fn soften<S: Simd>(
     if max > state.max {
         state.rescale = (state.max - max).exp();
     }
-    let mut total = simd.splat(0.0);
-    for_each_vector(simd, &mut scores[..used], |_, x| {
-        let weight = simd.exp(simd.sub(x, simd.splat(max)));
+    let (top, zero) = (simd.splat(max), simd.splat(0.0));
+    let mut total = zero;
+    for x in scores[..used].chunks_exact_mut(S::LANES) {
+        let weight = simd.exp(simd.sub(simd.get(x), top));
         total = simd.add(total, weight);
-        weight
-    });
-    let zero = simd.splat(0.0);
+        simd.put(x, weight);
+    }
     state.total = state.total * state.rescale + simd.sum_each([total, zero, zero, zero])[0];
     state.max = max;
-}
-
-/// Replaces each vector of a slice that is a whole number of them.
-#[inline(always)]
-fn for_each_vector<S: Simd>(
-    simd: S,
-    numbers: &mut [f32],
-    mut change: impl FnMut(usize, S::V) -> S::V,
-) {
-    for (index, vector) in numbers.chunks_exact_mut(S::LANES).enumerate() {
-        // SAFETY: chunks_exact_mut gives LANES numbers each time.
-        unsafe {
-            let x = simd.load(vector.as_ptr());
-            simd.store(vector.as_mut_ptr(), change(index * S::LANES, x));
-        }
-    }
 }
 
 /// Adds the chunk's rows of V to the sums, weighted.
@@ -638,13 +611,14 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
             && weights.len() >= M * CHUNK
             && range.end <= CHUNK
     );
-    let mut sum: [[S::V; N]; M] = std::array::from_fn(|m| {
-        std::array::from_fn(|n| {
-            // SAFETY: row m of M * width sums; a row has N vectors from d on, as width is padded.
-            let before = unsafe { simd.load(sums.as_ptr().add(m * width + d + n * S::LANES)) };
-            simd.mul(before, simd.splat(factors[m]))
-        })
-    });
+    let mut sum = [[simd.splat(0.0); N]; M];
+    for (m, sum) in sum.iter_mut().enumerate() {
+        for (n, sum) in sum.iter_mut().enumerate() {
+            let before = simd.get(&sums[m * width + d + n * S::LANES..]);
+            *sum = simd.mul(before, simd.splat(factors[m]));
+        }
+    }
+    let mut v = [simd.splat(0.0); N];
     for key in range {
         if let Some(next) = ahead
             && key < next.len()
@@ -652,13 +626,13 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
             prefetch(simd, next.keys[key], columns.end);
         }
         let value = chunk.values[key];
-        let v: [S::V; N] = if whole {
-            // SAFETY: every seen value is the address of columns.end readable elements; N vectors are left.
-            std::array::from_fn(|n| unsafe { simd.load_elements(value.add(d + n * S::LANES)) })
-        } else {
-            // SAFETY: as above; columns.len() elements are left, fewer than LANES, and N is 1.
-            std::array::from_fn(|_| unsafe { simd.load_some(value.add(d), columns.len()) })
-        };
+        for (n, v) in v.iter_mut().enumerate() {
+            // SAFETY: every seen value is the address of columns.end readable elements. N vectors are left from d on, or
+            // else N is 1 and fewer are loaded.
+            *v = unsafe {
+                simd.load_up_to(value.add(d + n * S::LANES), columns.len() - n * S::LANES)
+            };
+        }
         for (m, sum) in sum.iter_mut().enumerate() {
             let weight = simd.splat(weights[m * CHUNK + key]);
             for (sum, &v) in sum.iter_mut().zip(&v) {
@@ -668,8 +642,7 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     }
     for (m, sum) in sum.into_iter().enumerate() {
         for (n, sum) in sum.into_iter().enumerate() {
-            // SAFETY: as for the load.
-            unsafe { simd.store(sums.as_mut_ptr().add(m * width + d + n * S::LANES), sum) };
+            simd.put(&mut sums[m * width + d + n * S::LANES..], sum);
         }
     }
 }
