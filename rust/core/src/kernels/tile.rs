@@ -393,25 +393,50 @@ fn score_rows<S: Simd, E: Element, const M: usize>(
         }
         let keys = &chunk.keys[first..first + KEYS];
         let mut products = [[simd.splat(0.0); KEYS]; M];
-        let mut k = [simd.splat(0.0); KEYS];
-        for d in (0..dim).step_by(S::LANES) {
-            let left = dim - d;
-            for (k, key) in k.iter_mut().zip(keys) {
-                // SAFETY: every key is the address of dim readable elements, and d < dim.
-                *k = unsafe { simd.load_up_to(key.add(d), left) };
-            }
-            for (m, products) in products.iter_mut().enumerate() {
-                let q = simd.get(&queries[m * width + d..]);
-                for (product, &k) in products.iter_mut().zip(&k) {
-                    *product = simd.fma(q, k, *product);
-                }
-            }
+        let whole = dim - dim % S::LANES;
+        for d in (0..whole).step_by(S::LANES) {
+            multiply(simd, keys, d, S::LANES, queries, width, &mut products);
+        }
+        if whole < dim {
+            multiply(
+                simd,
+                keys,
+                whole,
+                dim - whole,
+                queries,
+                width,
+                &mut products,
+            );
         }
         for (scores, products) in scores.chunks_exact_mut(CHUNK).zip(products) {
             scores[first..first + KEYS].copy_from_slice(&simd.sum_each(products));
         }
     }
     M
+}
+
+/// Adds to M x KEYS products the share of `count` dimensions, at most a vector, from `d` on.
+#[inline(always)]
+fn multiply<S: Simd, E: Element, const M: usize>(
+    simd: S,
+    keys: &[*const E],
+    d: usize,
+    count: usize,
+    queries: &[f32],
+    width: usize,
+    products: &mut [[S::V; KEYS]; M],
+) {
+    let mut k = [simd.splat(0.0); KEYS];
+    for (k, key) in k.iter_mut().zip(keys) {
+        // SAFETY: every key is the address of head_dim readable elements, of which `count` are left from d on.
+        *k = unsafe { simd.load_up_to(key.add(d), count) };
+    }
+    for (m, products) in products.iter_mut().enumerate() {
+        let q = simd.get(&queries[m * width + d..]);
+        for (product, &k) in products.iter_mut().zip(&k) {
+            *product = simd.fma(q, k, *product);
+        }
+    }
 }
 
 /// Turns one row's products into weights, relative to its new maximum.
