@@ -2,7 +2,7 @@
 //!
 //! A value of a type that implements [`Simd`] is a proof that the CPU has the instructions: it comes from
 //! `detect` only, and so the arithmetic is safe to call. All of it must be inlined into a function with the
-//! matching `#[target_feature]`, which [`super::tile`] sees to.
+//! matching `#[target_feature]`, which [`super::job`] sees to.
 #![expect(
     clippy::inline_always,
     reason = "an intrinsic becomes an instruction only inside a #[target_feature] function"
