@@ -213,7 +213,8 @@ class KVCache:
         num_blocks, block_size, num_kv_heads, head_dim = self._key_views[0].shape
         return (
             f"<KVCache: {self.num_layers} layers, {num_kv_heads} KV heads x {head_dim}, "
-            f"{self.dtype} on {self.device}, {num_blocks} blocks of {block_size} tokens, {self.nbytes / 2**20:.1f} MiB>"
+            f"{self.dtype} on {self.device}, {num_blocks} blocks of {block_size} tokens, "
+            f"{self.nbytes / 2**20:.1f} MiB>"
         )
 
     def apply_copies(self, plan: Plan) -> None:
@@ -390,8 +391,8 @@ class KVCache:
         if view.shape[0] != num_tokens or view.shape[2] != self.head_dim:
             heads = "num_heads" if argument == "q" else self.num_kv_heads
             raise ValueError(
-                f"{argument} must be of shape "
-                f"[{num_tokens} (plan.num_tokens), {heads}, {self.head_dim} (head_dim)], not {tuple(view.shape)}"
+                f"{argument} must be of shape [{num_tokens} (plan.num_tokens), {heads}, "
+                f"{self.head_dim} (head_dim)], not {tuple(view.shape)}"
             )
         return _arrays.with_adjacent_rows(view)
 
@@ -407,8 +408,8 @@ def _check_storage(argument: str, view: NDArray[Any], shape: tuple[int, ...]) ->
     if view.shape != shape or 0 in shape:
         num_blocks, block_size = shape[:2]
         raise ValueError(
-            f"{argument} must be of shape "
-            f"[{num_blocks} (pool.num_physical_blocks), {block_size} (pool.block_size), num_kv_heads, head_dim], the same for all layers, not {view.shape}"
+            f"{argument} must be of shape [{num_blocks} (pool.num_physical_blocks), "
+            f"{block_size} (pool.block_size), num_kv_heads, head_dim], the same for all layers, not {view.shape}"
         )
     if not view.flags.writeable:
         raise ValueError(f"{argument} must be writable")

@@ -315,7 +315,7 @@ class TestBadInput:
     )
     def test_queries(self, step, q, error):
         cache, plan, _ = step
-        with pytest.raises(error, match="^q must"):
+        with pytest.raises(error, match=r"^q must"):
             cache.attend(0, q, plan)
 
     @needs_torch
