@@ -409,7 +409,8 @@ def _check_storage(argument: str, view: NDArray[Any], shape: tuple[int, ...]) ->
         num_blocks, block_size = shape[:2]
         raise ValueError(
             f"{argument} must be of shape [{num_blocks} (pool.num_physical_blocks), "
-            f"{block_size} (pool.block_size), num_kv_heads, head_dim], the same for all layers, not {view.shape}"
+            f"{block_size} (pool.block_size), num_kv_heads, head_dim], the same for all layers, "
+            f"not {view.shape}"
         )
     if not view.flags.writeable:
         raise ValueError(f"{argument} must be writable")
