@@ -147,9 +147,8 @@ class KVCache:
         for (one, one_view), (other, other_view) in combinations(zip(named, views, strict=True), 2):
             if _share_memory(one_view, other_view):
                 raise ValueError(f"{one[0]} and {other[0]} must not share memory")
-        _native.copy_blocks(
-            dtype, views, np.empty((0, 2), np.int32)
-        )  # its checks of strides are the kernels' own
+        # Copies nothing, but looks at all strides.
+        _native.copy_blocks(dtype, views, np.empty((0, 2), np.int32))
         cache = cls.__new__(cls)
         cache._adopt(pool, keys, values, dtype)
         return cache
@@ -213,8 +212,9 @@ class KVCache:
     def __repr__(self) -> str:
         num_blocks, block_size, num_kv_heads, head_dim = self._key_views[0].shape
         return (
-            f"<KVCache: {self.num_layers} layers, {num_kv_heads} KV heads x {head_dim}, {self.dtype} on {self.device}, "
-            f"{num_blocks} blocks of {block_size} tokens, {self.nbytes / 2**20:.1f} MiB>"
+            f"<KVCache: {self.num_layers} layers, {num_kv_heads} KV heads x {head_dim}, "
+            f"{self.dtype} on {self.device}, {num_blocks} blocks of {block_size} tokens, "
+            f"{self.nbytes / 2**20:.1f} MiB>"
         )
 
     def apply_copies(self, plan: Plan) -> None:
@@ -391,8 +391,8 @@ class KVCache:
         if view.shape[0] != num_tokens or view.shape[2] != self.head_dim:
             heads = "num_heads" if argument == "q" else self.num_kv_heads
             raise ValueError(
-                f"{argument} must be of shape [{num_tokens} (plan.num_tokens), {heads}, {self.head_dim} (head_dim)], "
-                f"not {tuple(view.shape)}"
+                f"{argument} must be of shape [{num_tokens} (plan.num_tokens), {heads}, "
+                f"{self.head_dim} (head_dim)], not {tuple(view.shape)}"
             )
         return _arrays.with_adjacent_rows(view)
 
@@ -408,8 +408,9 @@ def _check_storage(argument: str, view: NDArray[Any], shape: tuple[int, ...]) ->
     if view.shape != shape or 0 in shape:
         num_blocks, block_size = shape[:2]
         raise ValueError(
-            f"{argument} must be of shape [{num_blocks} (pool.num_physical_blocks), {block_size} (pool.block_size), "
-            f"num_kv_heads, head_dim], the same for all layers, not {view.shape}"
+            f"{argument} must be of shape [{num_blocks} (pool.num_physical_blocks), "
+            f"{block_size} (pool.block_size), num_kv_heads, head_dim], the same for all layers, "
+            f"not {view.shape}"
         )
     if not view.flags.writeable:
         raise ValueError(f"{argument} must be writable")

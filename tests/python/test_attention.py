@@ -315,13 +315,13 @@ class TestBadInput:
     )
     def test_queries(self, step, q, error):
         cache, plan, _ = step
-        with pytest.raises(error, match="^q must"):
+        with pytest.raises(error, match=r"^q must"):
             cache.attend(0, q, plan)
 
     @needs_torch
     def test_device(self, step):
         cache, plan, _ = step
-        with pytest.raises(ValueError, match="q must be on the cpu.*meta"):
+        with pytest.raises(ValueError, match=r"q must be on the cpu.*meta"):
             cache.attend(0, torch.ones((2, 4, 64), device="meta"), plan)
 
     @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ class TestBadInput:
         with pytest.raises(TypeError, match="plan must be a Plan"):
             cache.attend(0, q, None)
         plan.seq_lens = plan.seq_lens.astype(np.int64)
-        with pytest.raises(TypeError, match="plan.seq_lens must be of dtype int32, not int64"):
+        with pytest.raises(TypeError, match=r"plan\.seq_lens must be of dtype int32, not int64"):
             cache.attend(0, q, plan)
         plan.seq_lens = [10]
         with pytest.raises(TypeError, match="numpy array seq_lens"):

@@ -2,8 +2,9 @@
 
 use super::element::Element;
 use super::error::{KernelError, check_size};
+use super::job::{Arithmetic, Job, Output, Tile};
 use super::threads;
-use super::tile::{Arithmetic, Job, Output, Scratch, Tile};
+use super::tile::Scratch;
 use super::view::{PagedView, TokenView};
 
 /// So many query rows (queries times the heads that share a KV head) are worked on together: enough that

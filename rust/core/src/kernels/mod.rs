@@ -7,6 +7,7 @@ mod attention;
 mod copy;
 mod element;
 mod error;
+mod job;
 mod simd;
 #[cfg(test)]
 mod tests;

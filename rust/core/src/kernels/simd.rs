@@ -2,7 +2,7 @@
 //!
 //! A value of a type that implements [`Simd`] is a proof that the CPU has the instructions: it comes from
 //! `detect` only, and so the arithmetic is safe to call. All of it must be inlined into a function with the
-//! matching `#[target_feature]`, which [`super::tile`] sees to.
+//! matching `#[target_feature]`, which [`super::job`] sees to.
 #![expect(
     clippy::inline_always,
     reason = "an intrinsic becomes an instruction only inside a #[target_feature] function"
@@ -75,19 +75,37 @@ pub(crate) trait Simd: Copy + Send + Sync {
         }
     }
 
-    /// The first `count` numbers of a storage type, widened, then zeros.
+    /// The first `count` numbers of a storage type, at most `LANES`, widened, then zeros.
     ///
     /// # Safety
-    /// `count` elements must be readable, and `count` at most `LANES`.
+    /// `count` elements must be readable.
     #[inline(always)]
-    unsafe fn load_some<E: Element>(self, from: *const E, count: usize) -> Self::V {
-        let mut buffer = [E::default(); MAX_LANES];
-        debug_assert!(count <= Self::LANES);
-        // SAFETY: the caller's promise; the buffer has room for MAX_LANES >= LANES >= count elements.
+    unsafe fn load_up_to<E: Element>(self, from: *const E, count: usize) -> Self::V {
+        // SAFETY: the caller's promise; the buffer has room for MAX_LANES >= LANES > count elements.
         unsafe {
+            if count >= Self::LANES {
+                return self.load_elements(from);
+            }
+            let mut buffer = [E::default(); MAX_LANES];
             from.copy_to_nonoverlapping(buffer.as_mut_ptr(), count);
             self.load_elements(buffer.as_ptr())
         }
+    }
+
+    /// The first `LANES` numbers of a slice.
+    #[inline(always)]
+    fn get(self, from: &[f32]) -> Self::V {
+        assert!(from.len() >= Self::LANES);
+        // SAFETY: they are there.
+        unsafe { self.load(from.as_ptr()) }
+    }
+
+    /// Sets the first `LANES` numbers of a slice.
+    #[inline(always)]
+    fn put(self, to: &mut [f32], x: Self::V) {
+        assert!(to.len() >= Self::LANES);
+        // SAFETY: there is room.
+        unsafe { self.store(to.as_mut_ptr(), x) };
     }
 
     /// The largest lane.

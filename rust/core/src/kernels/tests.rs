@@ -6,7 +6,7 @@
 use half::{bf16, f16};
 
 use super::attention::attend_with;
-use super::tile::Arithmetic;
+use super::job::Arithmetic;
 use super::*;
 
 /// Numbers between -1 and 1, the same in every run.
@@ -181,6 +181,7 @@ fn attention_is_right_for_every_group_size() {
 fn half_types_lose_no_more_than_their_own_rounding() {
     Case::<f16>::new(&MIXED, [4, 2], 80, 16).assert_right(&plain(80), 5e-4);
     Case::<bf16>::new(&MIXED, [4, 2], 80, 16).assert_right(&plain(80), 4e-3);
+    Case::<f16>::new(&MIXED, [8, 1], 13, 5).assert_right(&plain(13), 5e-4);
 }
 
 #[test]

@@ -3,168 +3,29 @@
 //! A tile's rows are its queries times the query heads that share the KV head, so that each row of K and V is
 //! loaded once for all of them. Keys are taken [`CHUNK`] at a time, whatever the block size:
 //! score, soften (the online softmax's rescaling), accumulate.
+//!
+//! Vectors are not handled in closures, which cannot be told to be inlined.
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
-use std::marker::PhantomData;
 use std::mem;
 use std::ops::Range;
 
-use super::attention::{Scoring, Step};
-use super::element::Element;
-#[cfg(target_arch = "x86_64")]
-use super::simd::{Avx2, Avx512};
-use super::simd::{MAX_LANES, Portable, Simd};
-use super::view::{PagedView, TokenView};
+use super::attention::Scoring;
+use super::element::{Element, Format};
+use super::job::{Job, Tile};
+use super::simd::{MAX_LANES, Simd};
 
 /// Keys at a time: their scores and rows of V stay in the first-level cache until they are used.
 const CHUNK: usize = 64;
+
+/// From so many rows on, half types are widened a chunk at a time: it costs less to do that once than for every few rows.
+const WIDEN_FROM: usize = 16;
 
 /// Keys that are scored together.
 const KEYS: usize = 4;
 
 /// Bytes that memory moves at once.
 const CACHE_LINE: usize = 64;
-
-/// What all tiles of a call share. The arguments have been checked against each other.
-pub(crate) struct Job<'a, E> {
-    pub(crate) q: &'a TokenView<'a, E>,
-    pub(crate) keys: &'a PagedView<'a, E>,
-    pub(crate) values: &'a PagedView<'a, E>,
-    pub(crate) step: &'a Step<'a>,
-    pub(crate) scoring: &'a Scoring<'a>,
-    /// Query heads of one KV head.
-    pub(crate) group: usize,
-    pub(crate) output: &'a Output<'a, E>,
-}
-
-/// Neighbouring queries of one row of the plan.
-pub(crate) struct Tile {
-    pub(crate) row: usize,
-    /// The first query's place among the step's tokens.
-    pub(crate) token: usize,
-    pub(crate) count: usize,
-    /// The first query's position in its sequence; `None` if it sees nothing.
-    pub(crate) position: Option<usize>,
-}
-
-impl Tile {
-    /// The positions that a query of the tile sees.
-    #[inline(always)]
-    fn visible(&self, query: usize, sliding_window: Option<usize>) -> Range<usize> {
-        let Some(first) = self.position else {
-            return 0..0;
-        };
-        let stop = first + query + 1;
-        sliding_window.map_or(0, |window| stop.saturating_sub(window))..stop
-    }
-}
-
-/// Where results go. Every (token, head) is the business of one tile, and so of one thread.
-pub(crate) struct Output<'a, E> {
-    out: *mut E,
-    lse: Option<*mut f32>,
-    rows: usize,
-    num_heads: usize,
-    head_dim: usize,
-    memory: PhantomData<(&'a mut [E], &'a mut [f32])>,
-}
-
-// SAFETY: it stands for exclusive slices of Send elements; `write` says who may write what.
-unsafe impl<E: Element> Sync for Output<'_, E> {}
-
-impl<'a, E: Element> Output<'a, E> {
-    pub(crate) fn new(
-        out: &'a mut [E],
-        lse: Option<&'a mut [f32]>,
-        num_heads: usize,
-        head_dim: usize,
-    ) -> Self {
-        let rows = out.len().checked_div(head_dim).unwrap_or(0);
-        assert!(lse.as_ref().is_none_or(|lse| lse.len() >= rows), "lse must have a place for each row");
-        let lse = lse.map(<[f32]>::as_mut_ptr);
-        Self { out: out.as_mut_ptr(), lse, rows, num_heads, head_dim, memory: PhantomData }
-    }
-
-    /// # Safety
-    /// No other thread may be writing this token and head.
-    #[inline(always)]
-    unsafe fn write(&self, token: usize, head: usize, values: impl Iterator<Item = f32>, lse: f32) {
-        let row = token * self.num_heads + head;
-        assert!(row < self.rows, "token {token} is outside the output");
-        // SAFETY: the row is inside both slices, and the caller keeps others off it.
-        let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(row * self.head_dim), self.head_dim) };
-        for (to, value) in out.iter_mut().zip(values) {
-            *to = E::from_f32(value);
-        }
-        if let Some(start) = self.lse {
-            // SAFETY: as above.
-            unsafe { start.add(row).write(lse) };
-        }
-    }
-}
-
-/// The instructions to use.
-#[derive(Clone, Copy)]
-pub(crate) enum Arithmetic {
-    Portable,
-    #[cfg(target_arch = "x86_64")]
-    Avx2(Avx2),
-    #[cfg(target_arch = "x86_64")]
-    Avx512(Avx512),
-}
-
-impl Arithmetic {
-    /// All that this machine has, the best one last.
-    pub(crate) fn available() -> Vec<Self> {
-        let mut found = vec![Self::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            found.extend(Avx2::detect().map(Self::Avx2));
-            found.extend(Avx512::detect().map(Self::Avx512));
-        }
-        found
-    }
-
-    pub(crate) fn best() -> Self {
-        Self::available().pop().unwrap_or(Self::Portable)
-    }
-
-    pub(crate) fn run<E: Element>(
-        self,
-        job: &Job<'_, E>,
-        tile: &Tile,
-        kv_head: usize,
-        scratch: &mut Scratch,
-    ) {
-        match self {
-            Self::Portable => run(Portable, job, tile, kv_head, scratch),
-            // SAFETY: a value of this type proves that the CPU has these instructions.
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2(simd) => unsafe { run_avx2(simd, job, tile, kv_head, scratch) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512(simd) => unsafe { run_avx512(simd, job, tile, kv_head, scratch) },
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn run_avx2<E: Element>(simd: Avx2, job: &Job<'_, E>, tile: &Tile, kv_head: usize, scratch: &mut Scratch) {
-    run(simd, job, tile, kv_head, scratch);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
-fn run_avx512<E: Element>(
-    simd: Avx512,
-    job: &Job<'_, E>,
-    tile: &Tile,
-    kv_head: usize,
-    scratch: &mut Scratch,
-) {
-    run(simd, job, tile, kv_head, scratch);
-}
 
 /// A thread's working memory.
 pub(crate) struct Scratch {
@@ -175,6 +36,8 @@ pub(crate) struct Scratch {
     /// Scores of the chunk's keys, then their weights, a row each.
     scores: Vec<f32>,
     rows: Vec<Row>,
+    /// A chunk's K and V in f32, if the tile has rows enough for that.
+    wide: Vec<f32>,
     /// `head_dim`, and what it takes with padding.
     head_dim: usize,
     width: usize,
@@ -201,6 +64,7 @@ impl Scratch {
             sums: vec![0.0; rows * width],
             scores: vec![0.0; rows * CHUNK],
             rows: vec![Row::default(); rows],
+            wide: Vec::new(),
             head_dim,
             width,
         }
@@ -222,6 +86,37 @@ impl<E: Element> Chunk<E> {
 
     fn len(&self) -> usize {
         self.positions.len()
+    }
+
+    /// The same chunk as f32, in memory of its own: twice [`CHUNK`] rows of `width`.
+    #[inline(always)]
+    fn widen<S: Simd>(&self, simd: S, memory: &mut [f32], dim: usize, width: usize) -> Chunk<f32> {
+        let mut wide = Chunk::<f32>::new();
+        wide.positions = self.positions.clone();
+        let (keys, values) = memory.split_at_mut(CHUNK * width);
+        for (rows, from, to) in [(keys, &self.keys, &mut wide.keys), (values, &self.values, &mut wide.values)]
+        {
+            let places = rows.chunks_exact_mut(width).zip(from).zip(to.iter_mut());
+            for ((row, &from), to) in places.take(self.positions.len()) {
+                for d in (0..dim).step_by(S::LANES) {
+                    // SAFETY: each address is that of dim readable elements, and dim - d of them are left.
+                    simd.put(&mut row[d..], unsafe { simd.load_up_to(from.add(d), dim - d) });
+                }
+                *to = row.as_ptr();
+            }
+        }
+        wide.repeat_last_key();
+        wide
+    }
+
+    /// Makes the number of keys a multiple of [`KEYS`].
+    #[inline(always)]
+    fn repeat_last_key(&mut self) {
+        let count = self.positions.len();
+        if count > 0 {
+            let last = self.keys[count - 1];
+            self.keys[count..count.next_multiple_of(KEYS)].fill(last);
+        }
     }
 
     /// Looks up where the positions lie, at most [`CHUNK`] of them.
@@ -246,17 +141,24 @@ impl<E: Element> Chunk<E> {
             }
             (position, count) = (position + run, count + run);
         }
-        if count > 0 {
-            let last = self.keys[count - 1];
-            self.keys[count..count.next_multiple_of(KEYS)].fill(last);
-        }
         self.positions = positions;
+        self.repeat_last_key();
     }
 }
 
 #[inline(always)]
-fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, kv_head: usize, scratch: &mut Scratch) {
+pub(crate) fn run<S: Simd, E: Element>(
+    simd: S,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    kv_head: usize,
+    scratch: &mut Scratch,
+) {
     load_queries(job, tile, kv_head, scratch);
+    let rows = tile.count * job.group;
+    let widens = E::FORMAT != Format::F32 && rows >= WIDEN_FROM;
+    let mut wide = mem::take(&mut scratch.wide);
+    wide.resize(if widens { 2 * CHUNK * scratch.width } else { 0 }, 0.0);
     let window = job.scoring.sliding_window;
     let start = tile.visible(0, window).start;
     let stop = tile.visible(tile.count - 1, window).end;
@@ -265,24 +167,47 @@ fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, kv_head: usi
     chunk.locate(job, tile.row, kv_head, at(start));
     while chunk.len() > 0 {
         next.locate(job, tile.row, kv_head, at(chunk.positions.end));
-        let rows = tile.count * job.group;
-        for row in 0..rows {
-            let seen = tile.visible(row / job.group, window);
-            let place = |position: usize| {
-                position.clamp(chunk.positions.start, chunk.positions.end) - chunk.positions.start
-            };
-            scratch.rows[row].seen = place(seen.start)..place(seen.end);
+        mark_seen(job, tile, &chunk.positions, scratch);
+        if widens {
+            let chunk = chunk.widen(simd, &mut wide, scratch.head_dim, scratch.width);
+            score(simd, &chunk, rows, scratch);
+            soften_rows(simd, job, tile, kv_head, chunk.positions.start, scratch);
+            accumulate(simd, &chunk, None, rows, scratch);
+        } else {
+            score(simd, &chunk, rows, scratch);
+            soften_rows(simd, job, tile, kv_head, chunk.positions.start, scratch);
+            accumulate(simd, &chunk, Some(&next), rows, scratch);
         }
-        score(simd, &chunk, rows, scratch);
-        for row in 0..rows {
-            let query = tile.position.unwrap_or(0) + row / job.group;
-            let head = kv_head * job.group + row % job.group;
-            soften(simd, job.scoring, chunk.positions.start, query, head, row, scratch);
-        }
-        accumulate(simd, &chunk, &next, rows, scratch);
         mem::swap(&mut chunk, &mut next);
     }
+    scratch.wide = wide;
     finish(job, tile, kv_head, scratch);
+}
+
+/// Notes which of the chunk's keys each row sees.
+#[inline(always)]
+fn mark_seen<E: Element>(job: &Job<'_, E>, tile: &Tile, chunk: &Range<usize>, scratch: &mut Scratch) {
+    for (row, state) in scratch.rows.iter_mut().take(tile.count * job.group).enumerate() {
+        let seen = tile.visible(row / job.group, job.scoring.sliding_window);
+        let place = |position: usize| position.clamp(chunk.start, chunk.end) - chunk.start;
+        state.seen = place(seen.start)..place(seen.end);
+    }
+}
+
+#[inline(always)]
+fn soften_rows<S: Simd, E: Element>(
+    simd: S,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    kv_head: usize,
+    first_position: usize,
+    scratch: &mut Scratch,
+) {
+    for row in 0..tile.count * job.group {
+        let query = tile.position.unwrap_or(0) + row / job.group;
+        let head = kv_head * job.group + row % job.group;
+        soften(simd, job.scoring, first_position, query, head, row, scratch);
+    }
 }
 
 #[inline(always)]
@@ -334,36 +259,42 @@ fn score_rows<S: Simd, E: Element, const M: usize>(
         }
         let keys = &chunk.keys[first..first + KEYS];
         let mut products = [[simd.splat(0.0); KEYS]; M];
-        let mut d = 0;
-        while d + S::LANES <= dim {
-            // SAFETY: every key is the address of dim readable elements, and d + LANES <= dim.
-            let k: [S::V; KEYS] = std::array::from_fn(|key| unsafe { simd.load_elements(keys[key].add(d)) });
-            for (m, products) in products.iter_mut().enumerate() {
-                // SAFETY: row m of the M * width queries, and d + LANES <= dim <= width.
-                let q = unsafe { simd.load(queries.as_ptr().add(m * width + d)) };
-                for (product, &k) in products.iter_mut().zip(&k) {
-                    *product = simd.fma(q, k, *product);
-                }
-            }
-            d += S::LANES;
+        let whole = dim - dim % S::LANES;
+        for d in (0..whole).step_by(S::LANES) {
+            multiply(simd, keys, d, S::LANES, queries, width, &mut products);
         }
-        if d < dim {
-            // SAFETY: as above, for the dim - d elements that are left.
-            let k: [S::V; KEYS] =
-                std::array::from_fn(|key| unsafe { simd.load_some(keys[key].add(d), dim - d) });
-            for (m, products) in products.iter_mut().enumerate() {
-                // SAFETY: as above; width is dim rounded up to a multiple of MAX_LANES, and so has LANES from d on.
-                let q = unsafe { simd.load(queries.as_ptr().add(m * width + d)) };
-                for (product, &k) in products.iter_mut().zip(&k) {
-                    *product = simd.fma(q, k, *product);
-                }
-            }
+        if whole < dim {
+            multiply(simd, keys, whole, dim - whole, queries, width, &mut products);
         }
         for (scores, products) in scores.chunks_exact_mut(CHUNK).zip(products) {
             scores[first..first + KEYS].copy_from_slice(&simd.sum_each(products));
         }
     }
     M
+}
+
+/// Adds to M x KEYS products the share of `count` dimensions, at most a vector, from `d` on.
+#[inline(always)]
+fn multiply<S: Simd, E: Element, const M: usize>(
+    simd: S,
+    keys: &[*const E],
+    d: usize,
+    count: usize,
+    queries: &[f32],
+    width: usize,
+    products: &mut [[S::V; KEYS]; M],
+) {
+    let mut k = [simd.splat(0.0); KEYS];
+    for (k, key) in k.iter_mut().zip(keys) {
+        // SAFETY: every key is the address of head_dim readable elements, of which `count` are left from d on.
+        *k = unsafe { simd.load_up_to(key.add(d), count) };
+    }
+    for (m, products) in products.iter_mut().enumerate() {
+        let q = simd.get(&queries[m * width + d..]);
+        for (product, &k) in products.iter_mut().zip(&k) {
+            *product = simd.fma(q, k, *product);
+        }
+    }
 }
 
 /// Turns one row's products into weights, relative to its new maximum.
@@ -386,52 +317,42 @@ fn soften<S: Simd>(
     let scores = &mut scratch.scores[row * CHUNK..(row + 1) * CHUNK];
     let used = seen.end.next_multiple_of(S::LANES);
     if let Some(cap) = scoring.logit_softcap {
-        for_each_vector(simd, &mut scores[..used], |_, x| {
-            simd.mul(simd.splat(cap), simd.tanh(simd.mul(x, simd.splat(1.0 / cap))))
-        });
+        let (cap, inverse) = (simd.splat(cap), simd.splat(1.0 / cap));
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            simd.put(x, simd.mul(cap, simd.tanh(simd.mul(simd.get(x), inverse))));
+        }
     }
     if let Some(slopes) = scoring.alibi_slopes {
         // Distances are whole numbers, exact in f32 up to 2^24.
-        let start = simd.splat((first_position as i64 - query as i64) as f32);
-        for_each_vector(simd, &mut scores[..used], |place, x| {
-            let distance = simd.add(start, simd.add(simd.iota(), simd.splat(place as f32)));
-            simd.fma(simd.splat(slopes[head]), distance, x)
-        });
+        let slope = simd.splat(slopes[head]);
+        let mut distance = first_position as i64 - query as i64;
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            let distances = simd.add(simd.splat(distance as f32), simd.iota());
+            simd.put(x, simd.fma(slope, distances, simd.get(x)));
+            distance += S::LANES as i64;
+        }
     }
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..used].fill(f32::NEG_INFINITY);
 
     let mut largest = simd.splat(f32::NEG_INFINITY);
-    for_each_vector(simd, &mut scores[..used], |_, x| {
-        largest = simd.max(largest, x);
-        x
-    });
+    for x in scores[..used].chunks_exact(S::LANES) {
+        largest = simd.max(largest, simd.get(x));
+    }
     let largest = simd.max_lane(largest);
     let max = if largest > state.max { largest } else { state.max };
     if max > state.max {
         state.rescale = (state.max - max).exp();
     }
-    let mut total = simd.splat(0.0);
-    for_each_vector(simd, &mut scores[..used], |_, x| {
-        let weight = simd.exp(simd.sub(x, simd.splat(max)));
+    let (top, zero) = (simd.splat(max), simd.splat(0.0));
+    let mut total = zero;
+    for x in scores[..used].chunks_exact_mut(S::LANES) {
+        let weight = simd.exp(simd.sub(simd.get(x), top));
         total = simd.add(total, weight);
-        weight
-    });
-    let zero = simd.splat(0.0);
+        simd.put(x, weight);
+    }
     state.total = state.total * state.rescale + simd.sum_each([total, zero, zero, zero])[0];
     state.max = max;
-}
-
-/// Replaces each vector of a slice that is a whole number of them.
-#[inline(always)]
-fn for_each_vector<S: Simd>(simd: S, numbers: &mut [f32], mut change: impl FnMut(usize, S::V) -> S::V) {
-    for (index, vector) in numbers.chunks_exact_mut(S::LANES).enumerate() {
-        // SAFETY: chunks_exact_mut gives LANES numbers each time.
-        unsafe {
-            let x = simd.load(vector.as_ptr());
-            simd.store(vector.as_mut_ptr(), change(index * S::LANES, x));
-        }
-    }
 }
 
 /// Adds the chunk's rows of V to the sums, weighted.
@@ -442,7 +363,7 @@ fn for_each_vector<S: Simd>(simd: S, numbers: &mut [f32], mut change: impl FnMut
 fn accumulate<S: Simd, E: Element>(
     simd: S,
     chunk: &Chunk<E>,
-    next: &Chunk<E>,
+    next: Option<&Chunk<E>>,
     rows: usize,
     scratch: &mut Scratch,
 ) {
@@ -460,14 +381,14 @@ fn accumulate<S: Simd, E: Element>(
 fn accumulate_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    next: &Chunk<E>,
+    next: Option<&Chunk<E>>,
     row: usize,
     scratch: &mut Scratch,
 ) -> usize {
     let seen: [Range<usize>; M] = std::array::from_fn(|m| scratch.rows[row + m].seen.clone());
     let start = seen.iter().map(|seen| seen.start).max().unwrap_or(0);
     let stop = seen.iter().map(|seen| seen.end).min().unwrap_or(0);
-    let ahead = if row == 0 { Some(next) } else { None };
+    let ahead = if row == 0 { next } else { None };
     if start < stop {
         add_weighted::<S, E, M>(simd, chunk, start..stop, row, true, ahead, scratch);
     }
@@ -536,13 +457,14 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     let d = columns.start;
     let whole = columns.len() >= N * S::LANES;
     assert!((N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && range.end <= CHUNK);
-    let mut sum: [[S::V; N]; M] = std::array::from_fn(|m| {
-        std::array::from_fn(|n| {
-            // SAFETY: row m of M * width sums; a row has N vectors from d on, as width is padded.
-            let before = unsafe { simd.load(sums.as_ptr().add(m * width + d + n * S::LANES)) };
-            simd.mul(before, simd.splat(factors[m]))
-        })
-    });
+    let mut sum = [[simd.splat(0.0); N]; M];
+    for (m, sum) in sum.iter_mut().enumerate() {
+        for (n, sum) in sum.iter_mut().enumerate() {
+            let before = simd.get(&sums[m * width + d + n * S::LANES..]);
+            *sum = simd.mul(before, simd.splat(factors[m]));
+        }
+    }
+    let mut v = [simd.splat(0.0); N];
     for key in range {
         if let Some(next) = ahead
             && key < next.len()
@@ -550,13 +472,11 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
             prefetch(simd, next.keys[key], columns.end);
         }
         let value = chunk.values[key];
-        let v: [S::V; N] = if whole {
-            // SAFETY: every seen value is the address of columns.end readable elements; N vectors are left.
-            std::array::from_fn(|n| unsafe { simd.load_elements(value.add(d + n * S::LANES)) })
-        } else {
-            // SAFETY: as above; columns.len() elements are left, fewer than LANES, and N is 1.
-            std::array::from_fn(|_| unsafe { simd.load_some(value.add(d), columns.len()) })
-        };
+        for (n, v) in v.iter_mut().enumerate() {
+            // SAFETY: every seen value is the address of columns.end readable elements. N vectors are left from d on, or
+            // else N is 1 and fewer are loaded.
+            *v = unsafe { simd.load_up_to(value.add(d + n * S::LANES), columns.len() - n * S::LANES) };
+        }
         for (m, sum) in sum.iter_mut().enumerate() {
             let weight = simd.splat(weights[m * CHUNK + key]);
             for (sum, &v) in sum.iter_mut().zip(&v) {
@@ -566,8 +486,7 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     }
     for (m, sum) in sum.into_iter().enumerate() {
         for (n, sum) in sum.into_iter().enumerate() {
-            // SAFETY: as for the load.
-            unsafe { simd.store(sums.as_mut_ptr().add(m * width + d + n * S::LANES), sum) };
+            simd.put(&mut sums[m * width + d + n * S::LANES..], sum);
         }
     }
 }
