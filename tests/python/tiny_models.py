@@ -1,4 +1,5 @@
-"""Random causal LMs, small enough to run a thousand steps in a test, of every kind of attention that the engine knows."""
+"""Random causal LMs, small enough to run a thousand steps in a test, of every kind of attention that the
+engine knows."""
 
 from __future__ import annotations
 

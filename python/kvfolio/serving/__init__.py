@@ -5,8 +5,8 @@
     for event in engine.stream(request):
         print(event.text, end="", flush=True)
 
-It is also the model of how to use the rest of the package: whoever writes a loop of their own begins by reading
-`engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+It is also the model of how to use the rest of the package: whoever writes a loop of their own begins by
+reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 One step, whole:
 
-    admit      waiting requests, oldest first, while the pool can hold what they and the running ones have yet to compute
-    make room  the youngest gives its blocks back while this step's do not fit, and waits in front of the queue
+    admit      waiting requests, oldest first, while the pool has room for all that is still to be computed
+    make room  while the step does not fit, the youngest gives its blocks back and waits in front of the queue
     plan       everybody's next token, then pieces of the prompts, up to `max_tokens_per_step`
     compute    the model writes and reads KV by the plan; the plan commits
     take       fork for `n` samples, one token for each row whose prompt is done, stop conditions
 
-Who is older never waits for who is younger: the waiting queue and the running list are both ordered by age, and the
-youngest gives way. So the oldest always goes on, and since every request fits the pool alone (others are refused at
-the door), all of them end.
+Who is older never waits for who is younger: the waiting queue and the running list are both ordered by age,
+and the youngest gives way. So the oldest always goes on, and since every request fits the pool alone
+(others are refused at the door), all of them end.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from .text import TextStream, Tokenizer
 class Engine:
     """Serves one causal LM to many requests at once. It belongs to one thread.
 
-    `model`: any causal LM of transformers that attends through its attention interface; its weights, device and dtype
-    stay as they are. Raises UnsupportedModel if its cache is of another kind.
+    `model`: any causal LM of transformers that attends through its attention interface; its weights, device
+    and dtype stay as they are. Raises UnsupportedModel if its cache is of another kind.
     `num_blocks`, `block_size`: of the pool, which the engine owns; KV storage for it is allocated here.
     `max_sequences`: how many answers are computed at once, at most.
-    `max_tokens_per_step`: of all rows together; at least `max_sequences`, so that no answer stands still while
-    prompts are computed, which are cut into pieces of what is left.
-    `max_tokens_per_sequence`: prompt and answer; by default what the model is made for, or what the pool holds.
-    `reserve_blocks`: stay free at admissions while anything runs, so that the running ones can grow for a while
-    before somebody has to give way; by default a twentieth of the pool.
+    `max_tokens_per_step`: of all rows together; at least `max_sequences`, so that no answer stands still
+    while prompts are computed, which are cut into pieces of what is left.
+    `max_tokens_per_sequence`: prompt and answer; by default what the model is made for, or what the pool
+    holds.
+    `reserve_blocks`: stay free at admissions while anything runs, so that the running ones can grow for a
+    while before somebody has to give way; by default a twentieth of the pool.
     `tokenizer`: for texts and stop strings; without one there are token ids only.
     """
 
@@ -66,7 +67,8 @@ class Engine:
     ) -> None:
         if not 1 <= max_sequences <= max_tokens_per_step:
             raise ValueError(
-                f"max_sequences must be from 1 to max_tokens_per_step ({max_tokens_per_step}), not {max_sequences}"
+                f"max_sequences must be from 1 to max_tokens_per_step, "
+                f"which is {max_tokens_per_step}, not {max_sequences}"
             )
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -110,7 +112,7 @@ class Engine:
         for answer in [*self._running, *self._waiting]:
             self.cancel(answer.request)
 
-    # ------------------------------------------------------------------------------------------------ requests
+    # Requests
 
     def submit(
         self,
@@ -122,12 +124,13 @@ class Engine:
     ) -> Request:
         """Queue a prompt; `on_token` is called with each of its events at the end of a step.
 
-        `context`: what KV depends on besides the tokens (adapter, tenant, pictures); prompts under unequal contexts
-        share no block.
+        `context`: what KV depends on besides the tokens (adapter, tenant, pictures); prompts under unequal
+        contexts share no block.
 
-        Raises RequestRefused for what this engine could never finish: more tokens than `max_tokens_per_sequence`
-        (a prompt and its `max_tokens` together: an answer that is bound to be cut short is refused, not cut), or more
-        samples than `max_sequences`. Raises ValueError for bad token ids, and for stop strings without a tokenizer.
+        Raises RequestRefused for what this engine could never finish: more tokens than
+        `max_tokens_per_sequence` (a prompt and its `max_tokens` together: an answer that is bound to be cut
+        short is refused, not cut), or more samples than `max_sequences`. Raises ValueError for bad token
+        ids, and for stop strings without a tokenizer.
         """
         params = params or SamplingParams()
         prompt = [int(token) for token in prompt_token_ids]
@@ -177,7 +180,7 @@ class Engine:
                 self._end(answer, FinishReason.CANCELLED)
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """The request's events from the first on, stepping the engine (for everybody) while there are no more.
+        """The request's events from the first on; steps the engine, for everybody, while there are no more.
 
         Raises the request's error, if it failed, after the last event.
         """
@@ -204,15 +207,15 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._meter.read(self.pool, running=len(self._running), waiting=len(self._waiting))
 
-    # ---------------------------------------------------------------------------------------------------- step
+    # One step
 
     def step(self) -> list[Event]:
         """Compute one step for all that fit; returns the events since the last one, tokens and ends.
 
-        If the model raises, the plan is rolled back and its rows are tried again in halves, until each row that fails
-        by itself is found. Those requests end with `Request.error`, the other rows have computed what they would
-        have. What is no Exception, such as a keyboard interrupt in the model, rolls the plan back, too, and goes
-        through: the next step begins where this one did.
+        If the model raises, the plan is rolled back and its rows are tried again in halves, until each row
+        that fails by itself is found. Those requests end with `Request.error`, the other rows have computed
+        what they would have. What is no Exception, such as a keyboard interrupt in the model, rolls the
+        plan back, too, and goes through: the next step begins where this one did.
         """
         began = time.perf_counter()
         self._admit()
@@ -229,7 +232,7 @@ class Engine:
         return events
 
     def _rows(self) -> list[int]:
-        """The order in which rows share the step's tokens: who decodes goes first, so that no prompt stops them."""
+        """In what order they share the step's tokens: who decodes goes first, so that no prompt stops it."""
         return [
             answer.row for answer in sorted(self._running, key=lambda answer: answer.sequence.num_pending > 1)
         ]
@@ -283,7 +286,7 @@ class Engine:
         self._waiting.appendleft(answer)  # it is younger than who runs, older than who waits
 
     def _compute(self, plan: kv.Plan) -> list[tuple[kv.Plan, torch.Tensor]]:
-        """Run the model on a plan, or on parts of it if that fails; returns the plans that stand, with their logits."""
+        """Run the model on a plan, in parts if that fails; returns the plans that stand and their logits."""
         try:
             with plan:
                 logits = self.model.forward(plan, self.cache)
@@ -305,7 +308,7 @@ class Engine:
         return [(plan, logits)]
 
     def _take_tokens(self, plan: kv.Plan, logits: torch.Tensor) -> None:
-        """One token for each row of a committed plan that has all of its tokens computed; logits [m, vocabulary]."""
+        """One token for each of a committed plan's `logits_rows`; `logits` is [m, vocabulary]."""
         leaders = [self._answer_in(row) for row in plan.logits_rows.tolist()]
         drawn = {}
         for leader, row_logits in zip(leaders, logits, strict=True):
@@ -328,7 +331,7 @@ class Engine:
                 self._let_go(answer)
 
     def _fork(self, leader: Answer) -> list[Answer]:
-        """The request's other samples, of the prompt that its first has just computed; their rows were kept free."""
+        """The other samples of a prompt that has just been computed; their rows were kept free."""
         if leader.request._forked:
             return []
         leader.request._forked = True
@@ -357,7 +360,7 @@ class Engine:
                         self._fail(event.answer, error)
         return delivered
 
-    # ------------------------------------------------------------------------------------------------ endings
+    # Endings
 
     def _fail(self, answer: Answer, error: BaseException) -> None:
         """An error ends the whole request: a part of its samples is not what was asked for."""
@@ -387,7 +390,7 @@ class Engine:
         if answer.request.is_finished:
             self._meter.finished_requests += 1
 
-    # ------------------------------------------------------------------------------------------------ trifles
+    # Odds and ends
 
     def _answer_in(self, row: int) -> Answer:
         return next(answer for answer in self._running if answer.row == row)
@@ -414,8 +417,8 @@ class Engine:
             return min(limits)
         if not 1 <= wanted <= min(limits):
             raise ValueError(
-                f"max_tokens_per_sequence must be from 1 to {min(limits)} "
-                f"(the pool holds {capacity} tokens, the model is made for {self.model.max_positions}), not {wanted}"
+                f"max_tokens_per_sequence must be from 1 to {min(limits)}, not {wanted}: the pool holds "
+                f"{capacity} tokens, the model is made for {self.model.max_positions}"
             )
         return wanted
 

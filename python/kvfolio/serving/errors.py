@@ -6,7 +6,7 @@ import kvfolio as kv
 
 
 class UnsupportedModel(kv.KVFolioError, TypeError):
-    """The model keeps something else than one K and one V of equal shape per layer and token, or hides where."""
+    """The model keeps something else than a K and a V of one shape per layer and token, or hides where."""
 
 
 class RequestRefused(kv.KVFolioError, ValueError):

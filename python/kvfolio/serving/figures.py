@@ -17,10 +17,13 @@ def mean(values: Sequence[float]) -> float:
 class RequestFigures:
     """Times are seconds and None until known.
 
-    `cached_tokens`: of the prompt, found in the prefix cache at the first admission. `recovered_tokens`: found after
-    preemptions, counted apart because a request that finds its own work again has not hit anybody else's.
-    `queue_time`: submission to first admission. `time_to_first_token`: submission to first token, the queue included.
-    `time_per_output_token`: mean of the answers' mean times between two tokens. `latency`: submission to last token.
+    `cached_tokens`: of the prompt, found in the prefix cache at the first admission. `recovered_tokens`:
+    found after preemptions, counted apart because a request that finds its own work again has not hit
+    anybody else's.
+    `queue_time`: submission to first admission. `time_to_first_token`: submission to first token, the queue
+    included.
+    `time_per_output_token`: mean of the answers' mean times between two tokens. `latency`: submission to
+    last token.
     """
 
     prompt_tokens: int
@@ -38,10 +41,11 @@ class RequestFigures:
 class EngineStats:
     """Counters since the engine was made; blocks are sampled once a step, with its KV in place.
 
-    `computed_tokens` went through the model, `output_tokens` came out of it. `busy_time` is the seconds spent in
-    `step`, so `throughput` is output tokens per second of work. `empty_share`: slots that are held but empty, as a
-    share of all held slots, over all steps. `mean_reserved_blocks`, `peak_reserved_blocks`: what the running
-    sequences would have held if each had been given contiguous room for the longest sequence allowed.
+    `computed_tokens` went through the model, `output_tokens` came out of it. `busy_time` is the seconds
+    spent in `step`, so `throughput` is output tokens per second of work. `empty_share`: slots that are held
+    but empty, as a share of all held slots, over all steps. `mean_reserved_blocks`, `peak_reserved_blocks`:
+    what the running sequences would have held if each had been given contiguous room for the longest
+    sequence allowed.
     """
 
     steps: int

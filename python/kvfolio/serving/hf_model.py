@@ -1,11 +1,11 @@
 """A Hugging Face causal LM over a paged KV cache.
 
-transformers calls whatever attention function is registered under the name in a model's config. Ours writes the
-step's K and V into the blocks and attends through the block table. It belongs to no model and no engine: what it works
-on comes through a context variable, which is set for the length of one forward pass.
+transformers calls whatever attention function is registered under the name in a model's config. Ours writes
+the step's K and V into the blocks and attends through the block table. It belongs to no model and no
+engine: what it works on comes through a context variable, which is set for the length of one forward pass.
 
-The batch is flat: one row of T tokens, whosever they are, each with its position. No mask is built, because no mask
-function is registered under our name; who sees whom follows from the plan.
+The batch is flat: one row of T tokens, whosever they are, each with its position. No mask is built, because
+no mask function is registered under our name; who sees whom follows from the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """One layer's attention over the step's T tokens; q is [T, num_heads, head_dim], k and v [T, num_kv_heads, ...]."""
+    """One layer's attention over the step's T tokens: q [T, num_heads, d], k and v [T, num_kv_heads, d]."""
 
     layer: int
     q: torch.Tensor
@@ -95,8 +95,9 @@ class KVLayout:
 class PagedModel:
     """A causal LM that computes plans.
 
-    The model itself stays as it is: its attention implementation is switched for each forward pass and put back after
-    it, so `model.generate` still works between two steps. Two threads must not use one model at once.
+    The model itself stays as it is: its attention implementation is switched for each forward pass and put
+    back after it, so `model.generate` still works between two steps. Two threads must not use one model at
+    once.
 
     Raises UnsupportedModel if the model has layers without a K and a V of their own (recurrent, shared, cross
     attention, compressed latents), if these differ in shape, or if its attention cannot be replaced.
@@ -132,8 +133,9 @@ class PagedModel:
         config = self._model.config.get_text_config()
         longest: int | None = getattr(config, "max_position_embeddings", None)
         rope = getattr(config, "rope_parameters", None) or {}
-        # These kinds stretch the rotation of every token by the longest sequence in the batch, so that a request's
-        # neighbours would change its answer. Up to the length it was trained with they stretch nothing.
+        # These kinds stretch the rotation of every token by the longest sequence in the batch, so that a
+        # request's neighbours would change its answer. Up to the length it was trained with they stretch
+        # nothing.
         if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
             longest = rope.get("original_max_position_embeddings") or longest
         return longest

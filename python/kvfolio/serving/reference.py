@@ -15,8 +15,9 @@ NEAR_TIE = 1e-3
 class Comparison:
     """`agrees`: token for token, or up to a near tie.
 
-    `tie_at`: the token from which on no more is compared, because the two answers differ in it and the reference's
-    logits for them are closer than NEAR_TIE: either is right, and what follows depends on it. None: there is none.
+    `tie_at`: the token from which on no more is compared, because the two answers differ in it and the
+    reference's logits for them are closer than NEAR_TIE: either is right, and what follows depends on it.
+    None: there is none.
     `differs_at`: the first token that differs without such a reason. `expected`: the reference's answer.
     """
 

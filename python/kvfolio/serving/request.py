@@ -30,8 +30,8 @@ class FinishReason(StrEnum):
 class Event:
     """One token of one answer, or its end.
 
-    `token_id` is None if the answer ended without a token (cancelled, failed). `text` is what has become certain with
-    it, which may lag behind the tokens or be empty; without a tokenizer it always is.
+    `token_id` is None if the answer ended without a token (cancelled, failed). `text` is what has become
+    certain with it, which may lag behind the tokens or be empty; without a tokenizer it always is.
     """
 
     request: Request
@@ -56,8 +56,8 @@ class Answer:
         self.last_token_at: float | None = None
         self._generator = torch.Generator().manual_seed(self.seed)
         self._text_stream = text_stream
-        # The engine's own. A sequence exists from the first admission queue on, or from the fork; a row only while
-        # it runs.
+        # The engine's own. A sequence exists from the first admission queue on, or from the fork; a row
+        # only while it runs.
         self._sequence: kv.Sequence | None = None
         self._row: int | None = None
         self._cache_was_asked = False
@@ -94,7 +94,7 @@ class Answer:
 
     def _take(self, token_id: int, now: float) -> Event:
         """Append a token and find out whether it was the last."""
-        request, params = self.request, self.request.params
+        request = self.request
         self.token_ids.append(token_id)
         self.last_token_at = now
         if self.first_token_at is None:
@@ -157,7 +157,8 @@ class Request:
 
     def __repr__(self) -> str:
         done = sum(answer.is_finished for answer in self.answers)
-        return f"<Request {self.id}: {len(self.prompt_token_ids)} prompt tokens, {done}/{len(self.answers)} answers>"
+        prompt = len(self.prompt_token_ids)
+        return f"<Request {self.id}: {prompt} prompt tokens, {done}/{len(self.answers)} answers finished>"
 
     @property
     def is_finished(self) -> bool:

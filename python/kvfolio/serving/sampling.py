@@ -19,12 +19,13 @@ class SamplingParams:
     `temperature`: 0 takes the likeliest token (greedy); above 0 samples.
     `top_k`, `top_p`: sample among the k likeliest tokens, then among the fewest of those whose
     probabilities reach `top_p` of theirs together.
-    `seed`: sample i of the request draws from a generator seeded with `seed + i`, one number a token, so an answer
-    does not depend on what else is in the batch. None: a seed is chosen, and `Request.seed` tells it.
+    `seed`: sample i of the request draws from a generator seeded with `seed + i`, one number a token, so an
+    answer does not depend on what else is in the batch. None: a seed is chosen, and `Request.seed` tells
+    it.
     `n`: samples of the one prompt, which is computed once.
-    `stop_token_ids`: end the answer, of which they remain the last token, in addition to the model's own end of
-    sequence, which `ignore_eos` turns off. `stop`: strings that end it (the engine needs a tokenizer); the answer's
-    text ends before the string.
+    `stop_token_ids`: end the answer, of which they remain the last token, in addition to the model's own
+    end of sequence, which `ignore_eos` turns off. `stop`: strings that end it (the engine needs a
+    tokenizer); the answer's text ends before the string.
 
     Raises ValueError or TypeError for what is out of range.
     """
@@ -65,8 +66,8 @@ class SamplingParams:
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """The next token of one answer; `logits` is [vocabulary].
 
-    A sampled token takes exactly one number from `generator` and inverts the cumulative distribution with it, in
-    float64: the n-th token's number is the same whatever was drawn before it.
+    A sampled token takes exactly one number from `generator` and inverts the cumulative distribution with
+    it, in float64: the n-th token's number is the same whatever was drawn before it.
 
     Raises FloatingPointError if a logit is not a number: an argmax over those would be silently wrong.
     """
@@ -85,7 +86,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 
 def _candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scores to draw from and whose they are, likeliest first where a cut depends on it (None: in token order)."""
+    """The scores to draw from, likeliest first where a cut depends on it, and whose they are (None: in order)."""
     if params.top_k is not None:
         best = scores.topk(min(params.top_k, len(scores)))
         return best.values, best.indices

@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Text of a growing answer: only whole characters, and nothing that may turn out to begin a stop string."""
+    """Text of a growing answer: whole characters, and nothing that may turn out to begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
