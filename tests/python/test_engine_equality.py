@@ -62,7 +62,9 @@ def test_greedy_answers_equal_generate_in_mixed_batches_with_preemption(
     ties = 0
     for request in requests:
         answer = request.answers[0]
-        comparison = compare_with_generate(model, request.prompt_token_ids, answer.token_ids, max_tokens=MAX_TOKENS)
+        comparison = compare_with_generate(
+            model, request.prompt_token_ids, answer.token_ids, max_tokens=MAX_TOKENS
+        )
         assert comparison.agrees, (request, comparison, answer.token_ids)
         assert len(answer.token_ids) == MAX_TOKENS
         ties += comparison.tie_at is not None
@@ -89,7 +91,9 @@ def test_generate_still_works_on_the_model_between_steps() -> None:
 
 def test_windows_on_every_layer_let_blocks_behind_them_go() -> None:
     """A window of 9 keys spans at most 3 blocks of 4, plus those of the tokens in the step."""
-    engine = Engine(tiny_models.mistral(), num_blocks=64, block_size=4, max_sequences=1, max_tokens_per_step=4)
+    engine = Engine(
+        tiny_models.mistral(), num_blocks=64, block_size=4, max_sequences=1, max_tokens_per_step=4
+    )
     engine.submit(PROMPTS[6], SamplingParams(max_tokens=60))
     engine.run()
     assert 3 <= engine.stats().peak_blocks <= 4
