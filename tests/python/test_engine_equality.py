@@ -8,13 +8,13 @@ pytest.importorskip("torch")
 
 import tiny_models
 import torch
-from transformers import PreTrainedModel
-
 from kvfolio.serving import Engine, SamplingParams, compare_with_generate
+from transformers import PreTrainedModel
 
 MAX_TOKENS = 14
 SHARED = tiny_models.random_prompt(33, seed=100)
-# A whole prompt again, a prompt that begins another, one token, more than a window, more than a step's tokens.
+# A whole prompt again, a prompt that begins another, one token, more than a window, more than a step's
+# tokens.
 PROMPTS = [
     SHARED,
     tiny_models.random_prompt(1, seed=1),

@@ -326,7 +326,7 @@ class Engine:
             if answer.is_finished:  # with another sample of its request, which failed
                 continue
             self._meter.output_tokens += 1
-            self._undelivered.append(answer._take(token, now))
+            self._emit(answer._take(token, now))
             if answer.is_finished:
                 self._let_go(answer)
 
@@ -343,6 +343,10 @@ class Engine:
             insort(self._running, answer, key=lambda answer: answer.age)
         self._meter.forks += len(samples)
         return samples
+
+    def _emit(self, event: Event) -> None:
+        event.request.events.append(event)
+        self._undelivered.append(event)
 
     def _deliver(self) -> list[Event]:
         """Hand out what happened, now that the engine is in order: a callback may cancel and submit."""
@@ -372,8 +376,7 @@ class Engine:
                 self._end(sibling, FinishReason.ERROR)
 
     def _end(self, answer: Answer, reason: FinishReason) -> None:
-        event = answer._end(reason)
-        self._undelivered.append(event)
+        self._emit(answer._end(reason))
         self._let_go(answer)
 
     def _let_go(self, answer: Answer) -> None:
