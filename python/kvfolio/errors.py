@@ -1,0 +1,57 @@
+"""What the pool, and what lives in it, refuse. A call that raises has changed nothing.
+
+Arguments that are wrong in themselves raise a plain ValueError, TypeError or IndexError.
+"""
+
+from __future__ import annotations
+
+
+class KVFolioError(Exception):
+    """Every error of the library is one of these, or a plain ValueError, TypeError or IndexError."""
+
+
+class OutOfBlocks(KVFolioError, MemoryError):
+    """`needed` free blocks were asked for and `free` were there.
+
+    `quarantined` blocks come free when the plans in flight end. `ever_fits` is False when the request
+    would fail even with the pool to itself.
+    """
+
+    def __init__(self, needed: int, free: int, quarantined: int, ever_fits: bool) -> None:
+        super().__init__(needed, free, quarantined, ever_fits)
+        self.needed = needed
+        self.free = free
+        self.quarantined = quarantined
+        self.ever_fits = ever_fits
+
+    def __str__(self) -> str:
+        text = f"{self.needed} blocks needed, {self.free} free, {self.quarantined} quarantined"
+        return text if self.ever_fits else f"{text}; it can never fit"
+
+
+class InvalidBlock(KVFolioError, ValueError):
+    """A block id that is out of range, or not referenced as often as the call assumes."""
+
+
+class StaleHandle(KVFolioError, RuntimeError):
+    """A table, sequence or plan was used after its end."""
+
+
+class PlanInFlight(KVFolioError, RuntimeError):
+    """The call would change what a plan in flight relies on, or would end plans out of order."""
+
+
+class BatchFull(KVFolioError, RuntimeError):
+    """The batch has `max_sequences` rows already."""
+
+
+class ConcurrentUse(KVFolioError, RuntimeError):
+    """Two threads used one table, sequence, batch or plan at once."""
+
+
+class RefCountOverflow(KVFolioError, OverflowError):
+    """More references to one block than can be counted."""
+
+
+class CorruptPool(KVFolioError):
+    """The audit found two records of one fact that disagree."""

@@ -1,0 +1,333 @@
+//! All blocks, who refers to them, and what can be found in them.
+//!
+//! [`word`] holds each block's state, [`blank`] the blocks without content, [`index`] and [`idle`] are the
+//! prefix cache behind one lock ([`cache`]), [`references`] takes and gives back.
+
+mod audit;
+mod blank;
+mod cache;
+mod idle;
+mod index;
+mod references;
+mod stats;
+mod word;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicIsize, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};
+
+use parking_lot::Mutex;
+
+use self::{
+    blank::BlankBlocks,
+    cache::Cache,
+    stats::Counters,
+    word::{BlockWord, MAX_REFERENCES},
+};
+pub(crate) use cache::Opening;
+pub use stats::Stats;
+
+use crate::{
+    context::Context,
+    error::{Error, Result, check_range},
+    ids::{BlockId, MAX_BLOCKS},
+    key::KeyChain,
+    sequence::{Sequence, check_tokens},
+    table::BlockTable,
+};
+
+/// The pool of blocks. Clones are handles to the same pool; its calls may come from any thread.
+#[derive(Clone)]
+pub struct BlockPool(Arc<Shared>);
+
+/// What all handles of a pool share. Every field is atomic or behind the cache's lock.
+pub(crate) struct Shared {
+    pub(crate) num_blocks: usize,
+    pub(crate) block_size: usize,
+    pub(crate) prefix_cache: bool,
+    words: Box<[BlockWord]>,
+    /// Of each block's references, those lent to the caller; only these can be released from outside.
+    lent: Box<[AtomicU32]>,
+    blank: BlankBlocks,
+    /// Units that a block can be had for: blank + idle - reserved.
+    free: AtomicUsize,
+    idle: AtomicUsize,
+    /// Signed, since of two threads the one that takes away may count first.
+    quarantined: AtomicIsize,
+    cache: Mutex<Cache>,
+    epoch: AtomicU64,
+    serial: AtomicU64,
+    /// What tables and plans say that they have, for the audit to compare with the words.
+    pub(crate) table_references: AtomicUsize,
+    plan_holds: AtomicUsize,
+    pub(crate) counters: Counters,
+}
+
+impl BlockPool {
+    /// A pool of `num_blocks` blocks of `block_size` tokens; without `prefix_cache` nothing is ever found.
+    pub fn new(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
+        check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
+        check_range("block_size", block_size, 1, u32::MAX as usize)?;
+        Ok(Self(Arc::new(Shared {
+            num_blocks,
+            block_size,
+            prefix_cache,
+            words: (0..=num_blocks).map(|_| BlockWord::default()).collect(),
+            lent: (0..=num_blocks).map(|_| AtomicU32::new(0)).collect(),
+            blank: BlankBlocks::new(num_blocks),
+            free: AtomicUsize::new(num_blocks),
+            idle: AtomicUsize::new(0),
+            quarantined: AtomicIsize::new(0),
+            cache: Mutex::new(Cache::new(num_blocks)),
+            epoch: AtomicU64::new(0),
+            serial: AtomicU64::new(0),
+            table_references: AtomicUsize::new(0),
+            plan_holds: AtomicUsize::new(0),
+            counters: Counters::default(),
+        })))
+    }
+
+    /// Usable blocks.
+    pub fn num_blocks(&self) -> usize {
+        self.0.num_blocks
+    }
+
+    /// Tokens a block.
+    pub fn block_size(&self) -> usize {
+        self.0.block_size
+    }
+
+    /// Blocks that storage must have: the usable ones and the null block.
+    pub fn num_physical_blocks(&self) -> usize {
+        self.0.num_blocks + 1
+    }
+
+    /// Blocks that can be handed out: blank and idle.
+    pub fn num_free(&self) -> usize {
+        self.0.free.load(Ordering::Acquire)
+    }
+
+    /// Free blocks without content.
+    pub fn num_blank(&self) -> usize {
+        self.num_free().saturating_sub(self.num_idle())
+    }
+
+    /// Free blocks with published content.
+    pub fn num_idle(&self) -> usize {
+        self.0.idle.load(Ordering::Acquire)
+    }
+
+    /// Blocks without a reference that a plan in flight still needs as they are.
+    pub fn num_quarantined(&self) -> usize {
+        self.0.quarantined.load(Ordering::Acquire).max(0) as usize
+    }
+
+    /// Blocks with a reference.
+    pub fn num_referenced(&self) -> usize {
+        self.0.num_blocks.saturating_sub(self.num_free() + self.num_quarantined())
+    }
+
+    /// `n` blocks with one reference each, lent to the caller; all or nothing.
+    pub fn allocate(&self, n: usize) -> Result<Vec<BlockId>> {
+        let pool = &*self.0;
+        if !pool.reserve(n) {
+            return Err(pool.out_of_blocks(n, n <= pool.num_blocks));
+        }
+        let mut blocks = Vec::with_capacity(n);
+        pool.take_reserved(n, &mut blocks);
+        pool.lend(&blocks);
+        Ok(blocks)
+    }
+
+    /// Lend one more reference for each mention of a block, which must be referenced; null blocks are passed
+    /// over. All or nothing.
+    pub fn share(&self, blocks: &[BlockId]) -> Result<()> {
+        let pool = &*self.0;
+        pool.check_blocks(blocks)?;
+        for (index, &block) in blocks.iter().enumerate().filter(|(_, block)| !block.is_null()) {
+            if let Err(word) = pool.words[block.index()].add_reference(|word| word.references() > 0) {
+                pool.drop_references(&blocks[..index]);
+                return Err(match word.references() {
+                    0 => pool.not_referenced(block),
+                    _ => Error::RefCountOverflow { block, max: MAX_REFERENCES },
+                });
+            }
+        }
+        pool.lend(blocks);
+        Ok(())
+    }
+
+    /// Take back one lent reference for each mention of a block; null blocks are passed over. All or nothing;
+    /// references that tables own are out of reach.
+    pub fn release(&self, blocks: &[BlockId]) -> Result<()> {
+        self.0.take_back(blocks)?;
+        self.0.drop_references(blocks);
+        Ok(())
+    }
+
+    /// References to a block, lent and those of tables.
+    pub fn ref_count(&self, block: BlockId) -> Result<u32> {
+        self.0.check_blocks(&[block])?;
+        Ok(self.0.words[block.index()].load().references())
+    }
+
+    /// A number as the id of a block of this pool, or of the null block.
+    pub fn block(&self, id: i64) -> Result<BlockId> {
+        match u32::try_from(id) {
+            Ok(id) if id as usize <= self.0.num_blocks => Ok(BlockId::new(id)),
+            _ => Err(self.0.no_such_block(id)),
+        }
+    }
+
+    /// How many leading tokens are in the cache now; a hint, since nothing is held.
+    pub fn match_prefix(&self, tokens: &[i32], context: &Context) -> Result<usize> {
+        check_tokens("token_ids", tokens)?;
+        let mut chain = KeyChain::new(context, self.0.block_size);
+        let (mut found, most) = (Vec::new(), tokens.len() / self.0.block_size);
+        self.0.find_prefix(&mut chain, tokens, context.extras(), most, &mut found);
+        Ok(found.len() * self.0.block_size)
+    }
+
+    /// How many of the free blocks it takes to hold what the cache has of a sequence and to compute the rest:
+    /// the admission test.
+    pub fn blocks_needed(&self, sequence: &Sequence) -> Result<usize> {
+        sequence.blocks_needed(self)
+    }
+
+    /// Forget all content; what was computed before is never published. Returns the blocks still referenced.
+    pub fn reset_prefix_cache(&self) -> usize {
+        self.0.reset_prefix_cache();
+        self.num_referenced()
+    }
+
+    /// Counters since the pool was made.
+    pub fn stats(&self) -> Stats {
+        self.0.counters.snapshot()
+    }
+
+    /// Recompute every count from scratch; `CorruptPool` on any disagreement. Exact while no other thread is
+    /// at work.
+    pub fn audit(&self) -> Result<()> {
+        self.0.audit()
+    }
+
+    /// An empty table.
+    pub fn table(&self) -> BlockTable {
+        BlockTable::new(self)
+    }
+
+    /// A table that takes over one lent reference for each mention of a block. The tokens must fill the
+    /// blocks up to the last one.
+    pub fn table_of(&self, blocks: &[BlockId], num_tokens: usize) -> Result<BlockTable> {
+        BlockTable::adopt(self, blocks, num_tokens)
+    }
+
+    /// A sequence of known tokens, which holds no block yet.
+    pub fn sequence(
+        &self,
+        tokens: &[i32],
+        context: &Context,
+        read_cache: bool,
+        write_cache: bool,
+    ) -> Result<Sequence> {
+        Sequence::new(self, tokens, context, read_cache, write_cache)
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
+    }
+
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for BlockPool {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            formatter,
+            "BlockPool(num_blocks={}, block_size={}, num_blank={}, num_idle={}, num_referenced={}, \
+             num_quarantined={})",
+            self.num_blocks(),
+            self.block_size(),
+            self.num_blank(),
+            self.num_idle(),
+            self.num_referenced(),
+            self.num_quarantined()
+        )
+    }
+}
+
+impl Shared {
+    /// A number that nothing else of this pool bears.
+    pub(crate) fn next_serial(&self) -> u64 {
+        // Relaxed: only its being unique matters.
+        self.serial.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub(crate) fn num_free(&self) -> usize {
+        self.free.load(Ordering::Acquire)
+    }
+
+    /// Whether anybody besides one user refers to a block or holds it.
+    pub(crate) fn is_shared(&self, block: BlockId) -> bool {
+        self.words[block.index()].load().is_shared()
+    }
+
+    pub(crate) fn is_idle(&self, block: BlockId) -> bool {
+        self.words[block.index()].load().is_idle()
+    }
+
+    pub(crate) fn out_of_blocks(&self, needed: usize, ever_fits: bool) -> Error {
+        self.counters.refusals.add(1);
+        Error::OutOfBlocks {
+            needed,
+            free: self.num_free(),
+            quarantined: self.quarantined.load(Ordering::Acquire).max(0) as usize,
+            ever_fits,
+        }
+    }
+
+    fn lend(&self, blocks: &[BlockId]) {
+        for block in blocks.iter().filter(|block| !block.is_null()) {
+            self.lent[block.index()].fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Lent references become the caller's; all or nothing.
+    pub(crate) fn take_back(&self, blocks: &[BlockId]) -> Result<()> {
+        self.check_blocks(blocks)?;
+        for (index, &block) in blocks.iter().enumerate().filter(|(_, block)| !block.is_null()) {
+            let taken = self.lent[block.index()]
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, |lent| lent.checked_sub(1));
+            if taken.is_err() {
+                self.lend(&blocks[..index]);
+                return Err(self.not_referenced(block));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_blocks(&self, blocks: &[BlockId]) -> Result<()> {
+        let outside = |block: &&BlockId| block.index() > self.num_blocks;
+        match blocks.iter().find(outside) {
+            Some(block) => Err(self.no_such_block(i64::from(block.as_u32()))),
+            None => Ok(()),
+        }
+    }
+
+    fn no_such_block(&self, id: i64) -> Error {
+        Error::InvalidBlock(format!("ids must be between 1 and {}, not {id}", self.num_blocks))
+    }
+
+    fn not_referenced(&self, block: BlockId) -> Error {
+        let references = self.words[block.index()].load().references();
+        let lent = self.lent[block.index()].load(Ordering::Acquire);
+        let id = block.as_i32();
+        Error::InvalidBlock(format!(
+            "ids must name blocks that are referenced, and to release lent, as often as they are named, not \
+             block {id}: it has {references} references, {lent} of them lent"
+        ))
+    }
+}

@@ -1,0 +1,233 @@
+//! `kvfolio.Plan`.
+
+use std::sync::Arc;
+
+use kvfolio::{Plan, PlanArrays};
+use numpy::{
+    Element, PyArray1, PyArray2,
+    ndarray::{ArrayView1, ArrayView2, ShapeBuilder},
+};
+use pyo3::{exceptions::PyResourceWarning, prelude::*};
+
+use crate::{
+    arguments::{self, Any},
+    arrays::{owned, read_only},
+    errors::Result,
+};
+
+/// What a plan's numpy arrays are views of: as long as one of them lives, so do the arrays, and they are not
+/// written again.
+#[pyclass(frozen)]
+struct ArraysOwner {
+    _kept: Arc<PlanArrays>,
+}
+
+/// A step of a batch, of n rows and T tokens: arrays for the kernels, and two ways to end it.
+///
+/// The arrays are read-only and stay as they are for as long as anybody holds them. A plan commits or, on an exception,
+/// rolls back at the end of `with`; one that is dropped without an end warns and is rolled back when its turn comes.
+#[pyclass(name = "Plan", module = "kvfolio", frozen, weakref)]
+pub(crate) struct PyPlan {
+    plan: Plan,
+    owner: Py<ArraysOwner>,
+}
+
+impl PyPlan {
+    pub(crate) fn new(py: Python<'_>, plan: Plan) -> PyResult<Self> {
+        let owner = Py::new(py, ArraysOwner { _kept: Arc::clone(plan.arrays()) })?;
+        Ok(Self { plan, owner })
+    }
+
+    fn arrays(&self) -> &PlanArrays {
+        self.plan.arrays()
+    }
+
+    fn view<'py, T: Element>(&self, py: Python<'py>, values: &[T]) -> Bound<'py, PyArray1<T>> {
+        // SAFETY: `values` belongs to the arrays that the owner keeps alive, and that nobody changes while it
+        // does. The view is made read-only before anybody has it.
+        read_only(unsafe {
+            PyArray1::borrow_from_array(&ArrayView1::from(values), self.owner.bind(py).clone().into_any())
+        })
+    }
+
+    fn matrix<'py>(
+        &self,
+        py: Python<'py>,
+        cells: &[i32],
+        (rows, columns, stride): (usize, usize, usize),
+    ) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        if rows * columns == 0 {
+            return Ok(read_only(PyArray2::zeros(py, [rows, columns], false)));
+        }
+        let view = ArrayView2::from_shape((rows, columns).strides((stride, 1)), cells)
+            .map_err(|error| pyo3::exceptions::PyRuntimeError::new_err(error.to_string()))?;
+        // SAFETY: as in `view`.
+        let array = unsafe { PyArray2::borrow_from_array(&view, self.owner.bind(py).clone().into_any()) };
+        Ok(read_only(array))
+    }
+}
+
+macro_rules! array_getters {
+    ($($(#[$doc:meta])* $name:ident: $item:ty),* $(,)?) => {
+        #[pymethods]
+        impl PyPlan {
+            $($(#[$doc])*
+            #[getter]
+            fn $name<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<$item>> {
+                self.view(py, self.arrays().$name())
+            })*
+        }
+    };
+}
+
+array_getters! {
+    /// `int32[n]`: rows that have tokens in this step.
+    rows: i32,
+    /// `int32[T]`: input ids, -1 where unknown.
+    token_ids: i32,
+    /// `int64[T]`: positions of the tokens in their sequences.
+    positions: i64,
+    /// `int32[n + 1]`: where the tokens of each row begin.
+    query_start_loc: i32,
+    /// `int32[n]`: KV lengths, this step's tokens included.
+    seq_lens: i32,
+    /// `int64[T]`: where each token's K and V go.
+    slot_mapping: i64,
+    /// `int32[n]`: tokens in the last page of each row, 1 to block_size.
+    last_page_len: i32,
+    /// `int32[m]`: rows with nothing left to plan: they get a next token.
+    logits_rows: i32,
+    /// `int64[m]`: where, among the T tokens, their logits are.
+    logits_indices: i64,
+    /// `int32`: rows that a partial plan refused for want of blocks.
+    skipped: i32,
+    /// `int32`: those of them whose share of the plan exceeds the whole pool.
+    never_fit: i32,
+}
+
+#[pymethods]
+impl PyPlan {
+    /// `int32[n, W]`: padded with the null block; rows may lie further apart than W.
+    #[getter]
+    fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let (cells, width, stride) = self.arrays().block_table();
+        self.matrix(py, cells, (self.arrays().rows().len(), width, stride))
+    }
+
+    /// `int32[c, 2]`: (source, target) blocks to copy before the step's writes.
+    #[getter]
+    fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let copies = self.arrays().copies();
+        self.matrix(py, copies.as_flattened(), (copies.len(), 2, 2))
+    }
+
+    /// `int32[u, 3]`: (row, logical block, block id) of the cells that differ from what earlier plans told.
+    ///
+    /// A mirror of [max_sequences, W] that starts as zeros and takes the updates of each plan holds its table.
+    #[getter]
+    fn table_updates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let updates = self.arrays().table_updates();
+        self.matrix(py, updates.as_flattened(), (updates.len(), 3, 3))
+    }
+
+    /// `int32[n + 1]`: where the pages of each row begin in page_indices (FlashInfer).
+    #[getter]
+    fn page_indptr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.view(py, &self.arrays().csr(self.plan.block_size()).indptr)
+    }
+
+    /// `int32`: the block ids of all rows, one row after the other (FlashInfer).
+    #[getter]
+    fn page_indices<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.view(py, &self.arrays().csr(self.plan.block_size()).indices)
+    }
+
+    /// T.
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.arrays().num_tokens()
+    }
+
+    /// The most tokens of a row in this step.
+    #[getter]
+    fn max_query_len(&self) -> usize {
+        self.arrays().max_query_len()
+    }
+
+    /// The largest KV length.
+    #[getter]
+    fn max_seq_len(&self) -> usize {
+        self.arrays().max_seq_len()
+    }
+
+    /// The step's K and V are written, or queued before whatever reads them: its tokens are computed.
+    ///
+    /// `num_accepted`, one number a row: only so many of its tokens stand, as with drafts; the rest and what was behind them
+    /// was never there. Plans end in the order they were made: else PlanInFlight. StaleHandle if it has ended.
+    #[pyo3(signature = (num_accepted = None))]
+    fn commit(&self, num_accepted: Option<Any<'_, '_>>) -> Result<()> {
+        let accepted = arguments::optional_counts("num_accepted", num_accepted)?;
+        Ok(self.plan.commit(accepted.as_deref())?)
+    }
+
+    /// The step did not happen; later plans in flight lose their rows of the same sequences.
+    fn rollback(&self) -> Result<()> {
+        Ok(self.plan.rollback()?)
+    }
+
+    /// Take the token sampled for each of logits_rows, before or after the commit; `bool[m]`: which were taken.
+    ///
+    /// It is appended, or becomes the id of a token that the loop ran ahead with. It is passed over where the sequence has
+    /// ended, was changed before that place, or knows another token there, and everywhere after a rollback.
+    fn extend<'py>(&self, py: Python<'py>, token_ids: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<bool>>> {
+        let tokens = arguments::tokens("token_ids", token_ids)?;
+        Ok(read_only(owned(py, self.plan.extend(&tokens)?)))
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __exit__(&self, class: Any<'_, '_>, _value: Any<'_, '_>, _traceback: Any<'_, '_>) -> Result<()> {
+        if self.plan.is_in_flight() {
+            if class.is_none() {
+                self.plan.commit(None)?;
+            } else {
+                self.plan.abandon();
+            }
+        }
+        Ok(())
+    }
+
+    fn __repr__(&self) -> String {
+        let arrays = self.arrays();
+        let state = if self.plan.is_in_flight() { "in flight" } else { "ended" };
+        format!(
+            "Plan({} rows, {} tokens, {} copies, {state})",
+            arrays.rows().len(),
+            arrays.num_tokens(),
+            arrays.copies().len()
+        )
+    }
+}
+
+impl Drop for PyPlan {
+    fn drop(&mut self) {
+        if !self.plan.is_in_flight() {
+            return;
+        }
+        self.plan.abandon(); // first: what the warning becomes must not keep the plan in flight
+        Python::try_attach(|py| {
+            let pending = PyErr::take(py);
+            let category = py.get_type::<PyResourceWarning>();
+            if let Err(error) =
+                PyErr::warn(py, &category, c"a plan was dropped without commit or rollback", 1)
+            {
+                error.write_unraisable(py, None);
+            }
+            if let Some(pending) = pending {
+                pending.restore(py);
+            }
+        });
+    }
+}

@@ -1,0 +1,231 @@
+//! `kvfolio.BlockPool`.
+
+use kvfolio::{BlockId, BlockPool, Context};
+use numpy::PyArray1;
+use pyo3::{
+    exceptions::PyTypeError,
+    prelude::*,
+    types::{PyDict, PyType},
+};
+
+use crate::{
+    arguments::{self, Any},
+    arrays,
+    context::PyContext,
+    errors::Result,
+    sequence::PySequence,
+    table::PyBlockTable,
+};
+
+/// All blocks, who refers to them, and what can be found in them.
+///
+/// `num_blocks` (at least 1) usable blocks of `block_size` (at least 1) tokens; storage needs one block more, since
+/// block 0 is the null block. Without `prefix_cache` nothing is ever found. Calls may come from any thread.
+///
+/// Raises ValueError or TypeError for sizes that are not allowed.
+#[pyclass(name = "BlockPool", module = "kvfolio", frozen, weakref)]
+pub(crate) struct PyBlockPool(pub(crate) BlockPool);
+
+impl PyBlockPool {
+    fn blocks(&self, ids: Any<'_, '_>) -> Result<Vec<BlockId>> {
+        self.named_blocks("ids", ids)
+    }
+
+    fn named_blocks(&self, name: &str, ids: Any<'_, '_>) -> Result<Vec<BlockId>> {
+        let ids = arguments::integers(name, ids)?;
+        Ok(ids.into_iter().map(|id| self.0.block(id)).collect::<kvfolio::Result<_>>()?)
+    }
+}
+
+/// The context that was given, or the empty one.
+fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
+    match context.filter(|context| !context.is_none()) {
+        None => Ok(Context::default()),
+        Some(context) => match context.cast::<PyContext>() {
+            Ok(context) => Ok(context.get().0.clone()),
+            Err(_) => {
+                let came = context.get_type();
+                Err(PyTypeError::new_err(format!("context must be a Context or None, not {came}")))
+            }
+        },
+    }
+}
+
+#[pymethods]
+impl PyBlockPool {
+    #[new]
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true))]
+    fn new(num_blocks: Any<'_, '_>, block_size: Any<'_, '_>, prefix_cache: bool) -> Result<Self> {
+        let num_blocks = arguments::count("num_blocks", num_blocks, 1)?;
+        let block_size = arguments::count("block_size", block_size, 1)?;
+        Ok(Self(BlockPool::new(num_blocks, block_size, prefix_cache)?))
+    }
+
+    /// Usable blocks.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.0.num_blocks()
+    }
+
+    /// Tokens a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.0.block_size()
+    }
+
+    /// The id that pads tables; never handed out.
+    #[getter]
+    fn null_block(&self) -> i32 {
+        BlockId::NULL.as_i32()
+    }
+
+    /// Blocks that storage must have: the usable ones and the null block.
+    #[getter]
+    fn num_physical_blocks(&self) -> usize {
+        self.0.num_physical_blocks()
+    }
+
+    /// Blocks that can be handed out: blank + idle.
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.0.num_free()
+    }
+
+    /// Free blocks without content.
+    #[getter]
+    fn num_blank(&self) -> usize {
+        self.0.num_blank()
+    }
+
+    /// Free blocks with published content: reusable, or evictable.
+    #[getter]
+    fn num_idle(&self) -> usize {
+        self.0.num_idle()
+    }
+
+    /// Blocks with a reference.
+    #[getter]
+    fn num_referenced(&self) -> usize {
+        self.0.num_referenced()
+    }
+
+    /// Blocks without a reference that a plan in flight still needs as they are.
+    #[getter]
+    fn num_quarantined(&self) -> usize {
+        self.0.num_quarantined()
+    }
+
+    /// `int32[n]`: blocks with one reference each, lent to the caller; all or nothing.
+    ///
+    /// Blank blocks come first, then idle ones, least recently released first. Raises OutOfBlocks.
+    fn allocate<'py>(&self, py: Python<'py>, n: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<i32>>> {
+        let blocks = self.0.allocate(arguments::count("n", n, 0)?)?;
+        Ok(arrays::block_ids(py, &blocks))
+    }
+
+    /// Lend one more reference for each mention of a block; null ids are passed over. All or nothing.
+    ///
+    /// Raises InvalidBlock for a block that is not referenced, RefCountOverflow beyond 2**24 - 1 references.
+    fn share(&self, ids: Any<'_, '_>) -> Result<()> {
+        Ok(self.0.share(&self.blocks(ids)?)?)
+    }
+
+    /// Take back one lent reference for each mention of a block; null ids are passed over. All or nothing.
+    ///
+    /// References that tables own are out of reach. Raises InvalidBlock.
+    fn release(&self, ids: Any<'_, '_>) -> Result<()> {
+        Ok(self.0.release(&self.blocks(ids)?)?)
+    }
+
+    /// References to a block, lent and those of tables. Raises InvalidBlock for an id out of range.
+    fn ref_count(&self, block_id: Any<'_, '_>) -> Result<u32> {
+        let block = self.0.block(arguments::block_id("block_id", block_id)?)?;
+        Ok(self.0.ref_count(block)?)
+    }
+
+    /// How many leading tokens are in the cache now; advisory, since nothing is held.
+    ///
+    /// All cached blocks count; only admission keeps one token to compute. `context` None is the empty Context.
+    #[pyo3(name = "match", signature = (token_ids, context = None))]
+    fn match_prefix(&self, token_ids: Any<'_, '_>, context: Option<Any<'_, '_>>) -> Result<usize> {
+        let tokens = arguments::tokens("token_ids", token_ids)?;
+        Ok(self.0.match_prefix(&tokens, &context_or_default(context)?)?)
+    }
+
+    /// How many of `num_free` it takes to hold what the cache has of a sequence and to compute the rest.
+    ///
+    /// The admission test: a sequence fits as long as this is at most `num_free`.
+    fn blocks_needed(&self, seq: Any<'_, '_>) -> Result<usize> {
+        let sequence = PySequence::argument("seq", seq)?;
+        Ok(self.0.blocks_needed(&sequence.get().0)?)
+    }
+
+    /// Forget all content; returns the blocks still referenced.
+    ///
+    /// What was computed before, also in plans in flight, is never published. For changed weights.
+    fn reset_prefix_cache(&self) -> usize {
+        self.0.reset_prefix_cache()
+    }
+
+    /// Counters since the pool was made: allocations, evictions, hit_tokens, queried_tokens, copies, merges, refusals.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = PyDict::new(py);
+        for (name, value) in self.0.stats().entries() {
+            stats.set_item(name, value)?;
+        }
+        Ok(stats)
+    }
+
+    /// Recompute every count from scratch; CorruptPool on any disagreement.
+    ///
+    /// Exact while no other thread is at work; linear in `num_blocks`.
+    fn audit(&self) -> Result<()> {
+        Ok(self.0.audit()?)
+    }
+
+    /// A new BlockTable, which takes over one lent reference for each mention of a block.
+    ///
+    /// `num_tokens`, by default all slots, must fill the blocks up to the last one. Raises InvalidBlock, ValueError.
+    #[pyo3(signature = (block_ids = None, num_tokens = None))]
+    fn table(&self, block_ids: Option<Any<'_, '_>>, num_tokens: Option<Any<'_, '_>>) -> Result<PyBlockTable> {
+        let blocks =
+            block_ids.map(|ids| self.named_blocks("block_ids", ids)).transpose()?.unwrap_or_default();
+        let full = blocks.len() * self.0.block_size();
+        let num_tokens = arguments::optional_count("num_tokens", num_tokens, 0)?.unwrap_or(full);
+        Ok(PyBlockTable::new(self.0.table_of(&blocks, num_tokens)?))
+    }
+
+    /// A Sequence of known tokens, which holds no block until it is planned.
+    ///
+    /// `token_ids`: integers from 0 to 2**31 - 1, as a list, range or array of any integer dtype. With `read_cache` false it
+    /// finds nothing, with `write_cache` false it publishes nothing.
+    #[pyo3(signature = (token_ids, *, context = None, read_cache = true, write_cache = true))]
+    fn sequence(
+        &self,
+        token_ids: Any<'_, '_>,
+        context: Option<Any<'_, '_>>,
+        read_cache: bool,
+        write_cache: bool,
+    ) -> Result<PySequence> {
+        let tokens = arguments::tokens("token_ids", token_ids)?;
+        let context = context_or_default(context)?;
+        Ok(PySequence(self.0.sequence(&tokens, &context, read_cache, write_cache)?))
+    }
+
+    /// Pools are where the blocks are; there is nothing to take along.
+    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        refuse_pickling(&slf.get_type())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// Objects that live in one process say so when they are pickled.
+pub(crate) fn refuse_pickling(class: &Bound<'_, PyType>) -> PyResult<Py<PyAny>> {
+    let name = class.name()?;
+    Err(PyTypeError::new_err(format!(
+        "a {name} cannot be pickled or copied: its blocks live in this process"
+    )))
+}
