@@ -66,7 +66,7 @@ def test_models_without_one_k_and_v_a_layer_are_refused_with_the_reason(
 
 
 def _llama4(config: dict[str, Any]) -> Any:
-    own = {"intermediate_size_mlp": 48, "moe_layers": [], **config}
+    own = {"head_dim": 16, "intermediate_size_mlp": 48, "moe_layers": [], **config}
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**{**SIZES, **own}))
 
 

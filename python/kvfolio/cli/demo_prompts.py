@@ -45,8 +45,6 @@ PROMPTS = [
     DemoPrompt("Give me three tips for learning to read sheet music."),
     DemoPrompt("When is the shop open on Saturday, and can I borrow a tent there?", SUPPORT_DESK),
     DemoPrompt("Summarize the story of Romeo and Juliet in three sentences."),
-    DemoPrompt(
-        "A train leaves at 9:40 and arrives at 12:05. How long is the journey? Show how you get to the result."
-    ),
+    DemoPrompt("A train leaves at 9:40 and arrives at 12:05. How long is the journey? Show your working."),
     DemoPrompt("Translate into French: The library opens at nine and closes at six."),
 ]

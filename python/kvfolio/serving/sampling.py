@@ -86,8 +86,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 
 def _candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scores to draw from, likeliest first where a cut depends on it, and whose they are (None: in
-    order)."""
+    """The scores to draw from, likeliest first if a cut needs that, and whose they are (None: in order)."""
     if params.top_k is not None:
         best = scores.topk(min(params.top_k, len(scores)))
         return best.values, best.indices
