@@ -18,7 +18,7 @@ import kvfolio as kv
 from kvfolio.serving import Comparison, Engine, Request, SamplingParams, compare_with_generate
 
 from .demo_prompts import PROMPTS, DemoPrompt
-from .demo_report import Report, make_report, show
+from .demo_report import make_report, show
 from .loading import ModelNotFound, Source, find_source, load
 
 SEED = 7
@@ -27,6 +27,8 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
+    """The options of `kvfolio demo`, which see."""
+
     model: str | None
     json: bool
     max_tokens: int
@@ -40,8 +42,10 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Returns the exit status: 0, or 1 if there is no such model or a greedy answer is not the model's
-    own."""
+    """Serve, show and compare; returns the exit status.
+
+    It is 1 if there is no such model, or if a greedy answer is not the model's own, else 0.
+    """
     console = Console(stderr=options.json)
     try:
         source = find_source(options.model)
@@ -137,7 +141,7 @@ def _picture(engine: Engine, requests: list[Request], console: Console) -> Rende
 def _verify(model: PreTrainedModel, requests: Iterable[Request], console: Console) -> dict[int, Comparison]:
     """Each greedy answer against the model's own, by request."""
     greedy = [request for request in requests if request.params.is_greedy]
-    comparisons = {}
+    comparisons: dict[int, Comparison] = {}
     with console.status("") as status:
         for request in greedy:
             status.update(f"Comparing with generate: {len(comparisons)} of {len(greedy)}")
@@ -153,6 +157,3 @@ def _verify(model: PreTrainedModel, requests: Iterable[Request], console: Consol
 def _describe(model: PreTrainedModel, source: Source) -> str:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return f"{source} ({type(model).__name__}, {millions:.0f}M parameters)"
-
-
-__all__ = ["DemoOptions", "Report", "run_demo"]

@@ -22,8 +22,11 @@ PACKAGES = ("kvfolio", "torch", "transformers", "gguf", "numpy")
 
 @dataclass(frozen=True)
 class RequestLine:
-    """`equals_generate`: "yes", "no", "tie" (equal up to a near tie of the reference), "sampled" or "not
-    compared"."""
+    """One request of the demo.
+
+    `equals_generate`: "yes", "no", "tie" (up to a near tie of the reference), "sampled" or "not compared".
+    `differs_at`: the first token of a difference or a tie.
+    """
 
     question: str
     samples: int
@@ -32,7 +35,7 @@ class RequestLine:
     finish_reasons: list[str]
     figures: RequestFigures
     equals_generate: str
-    differs_at: int | None  # the first token of a difference or a tie
+    differs_at: int | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Report:
+    """The whole account. `greedy_equal` includes the near ties."""
+
     requests: list[RequestLine]
     answers: int
     prompt_tokens: int
@@ -65,18 +70,20 @@ class Report:
     time_to_first_token: Distribution
     time_per_output_token: Distribution | None  # None: no answer has two tokens
     greedy_compared: int
-    greedy_equal: int  # near ties included
+    greedy_equal: int
     near_ties: int
     stats: EngineStats
     record: RunRecord
 
     def to_json(self) -> str:
+        """Everything, by the names of the fields."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False)
 
 
 def make_report(
     engine: Engine, requests: list[Request], comparisons: dict[int, Comparison], *, model: str
 ) -> Report:
+    """Read the engine and its requests; `comparisons` are by request id, `model` says what was served."""
     figures = [request.figures for request in requests]
     answers = [answer for request in requests for answer in request.answers]
     first = [figure.time_to_first_token for figure in figures if figure.time_to_first_token is not None]
@@ -140,6 +147,7 @@ def _version(package: str) -> str:
 
 
 def show(report: Report, console: Console) -> None:
+    """Print the report as tables."""
     console.print(_request_table(report))
     console.print(_pairs("Totals", _totals(report)))
     console.print(_pairs("Run record", _record(report.record)))

@@ -30,8 +30,10 @@ class Source:
 
 
 def find_source(model: str | None) -> Source:
-    """Raises ModelNotFound for a path that does not exist, and for the default model if it is not
-    installed."""
+    """Say where a model is, without loading it.
+
+    Raises ModelNotFound for a path that does not exist, and for the default model if it is not installed.
+    """
     if model is None:
         return _default_source()
     path = Path(model).expanduser()
@@ -63,9 +65,9 @@ def _default_source() -> Source:
 
 def load(source: Source, *, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """The model, ready to run, and its tokenizer."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     tokenizer = AutoTokenizer.from_pretrained(source.folder, **gguf)
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **gguf)
+    model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **gguf)
     return model.to(device).eval(), tokenizer

@@ -202,9 +202,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether anything runs or waits."""
         return bool(self._running or self._waiting)
 
     def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
         return self._meter.read(self.pool, running=len(self._running), waiting=len(self._waiting))
 
     # One step

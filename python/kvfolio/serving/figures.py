@@ -10,6 +10,7 @@ import kvfolio as kv
 
 
 def mean(values: Sequence[float]) -> float:
+    """The mean of at least one value."""
     return math.fsum(values) / len(values)
 
 
@@ -101,6 +102,7 @@ class Meter:
         self.peak_running = max(self.peak_running, len(layouts))
 
     def read(self, pool: kv.BlockPool, *, running: int, waiting: int) -> EngineStats:
+        """The counters as they are, with the means and shares that follow from them."""
         looks = max(self.steps, 1)
         held_slots = max(self.held_blocks * pool.block_size, 1)
         return EngineStats(

@@ -105,7 +105,8 @@ class PagedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         _refuse_by_config(model)
-        self._model = model.eval()
+        model.eval()  # type: ignore[no-untyped-call]
+        self._model = model
         # One config object may serve many modules, and a model of several parts has several.
         configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._configs = list({id(config): config for config in configs}.values())
@@ -117,6 +118,7 @@ class PagedModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text, as `generate` has it."""
         for config in (self._model.generation_config, self._model.config.get_text_config()):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
@@ -125,7 +127,9 @@ class PagedModel:
 
     @property
     def vocabulary_size(self) -> int:
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        """How many tokens the model can read."""
+        weight: Any = self._model.get_input_embeddings().weight
+        return int(weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:

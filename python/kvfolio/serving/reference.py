@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +40,8 @@ def compare_with_generate(
     """Let the model generate an answer by itself, greedily, and compare `answer_token_ids` to it."""
     prompt = torch.tensor([list(prompt_token_ids)], device=model.device)
     options = {"eos_token_id": None} if ignore_eos else {}
-    output = model.generate(
+    generate: Any = model.generate
+    output = generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=max_tokens,

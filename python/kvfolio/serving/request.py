@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended."""
+
     STOP = "stop"  # the end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
@@ -68,6 +70,7 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None
 
     @property
@@ -84,11 +87,13 @@ class Answer:
 
     @property
     def sequence(self) -> kv.Sequence:
+        """Its tokens and blocks; the engine's own."""
         assert self._sequence is not None, "asked only of answers that wait or run"
         return self._sequence
 
     @property
     def row(self) -> int:
+        """Its row in the batch; the engine's own."""
         assert self._row is not None, "asked only of answers that run"
         return self._row
 
@@ -162,6 +167,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all of its answers have ended."""
         return all(answer.is_finished for answer in self.answers)
 
     @property

@@ -60,6 +60,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, whatever the seed."""
         return self.temperature == 0
 
 
@@ -86,7 +87,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 
 def _candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scores to draw from, likeliest first if a cut needs that, and whose they are (None: in order)."""
+    """The scores to draw from, in falling order if a cut needs that, and whose they are (None: all's)."""
     if params.top_k is not None:
         best = scores.topk(min(params.top_k, len(scores)))
         return best.values, best.indices

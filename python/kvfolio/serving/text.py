@@ -11,7 +11,8 @@ REPLACEMENT = "\ufffd"  # what a tokenizer puts for bytes that are not yet a cha
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer; those of transformers have it."""
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any:
+        """The text of some tokens."""
 
 
 class TextStream:
