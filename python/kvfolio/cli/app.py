@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+import kvfolio
 
 app = typer.Typer(
     name="kvfolio",
@@ -18,7 +19,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvfolio {version('kvfolio')}")
+        typer.echo(f"kvfolio {kvfolio.__version__}")
         raise typer.Exit
 
 

@@ -112,6 +112,7 @@ def _serve(engine: Engine, requests: list[Request], console: Console) -> None:
         while engine.has_work:
             engine.step()
             live.update(_picture(engine, requests, console))
+    console.print()
 
 
 def _picture(engine: Engine, requests: list[Request], console: Console) -> RenderableType:

@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import kvfolio
 from kvfolio.serving import Comparison, Distribution, Engine, EngineStats, Request, RequestFigures
 
 from .demo_prompts import PROMPTS
 
-PACKAGES = ("kvfolio", "torch", "transformers", "gguf", "numpy")
+PACKAGES = ("torch", "transformers", "gguf", "numpy")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,11 @@ def make_report(
         near_ties=sum(comparison.tie_at is not None for comparison in comparisons.values()),
         stats=engine.stats(),
         record=RunRecord(
-            versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+            versions={
+                "kvfolio": kvfolio.__version__,
+                "python": platform.python_version(),
+                **{name: _version(name) for name in PACKAGES},
+            },
             platform=f"{platform.platform()}, {os.cpu_count()} CPUs",
             model=model,
             dtype=str(layout.dtype).removeprefix("torch."),
@@ -154,11 +159,11 @@ def show(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report) -> Table:
-    table = Table(title="Requests", title_justify="left")
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)
-    for name in ("samples", "prompt tok", "cached", "answer tok", "preempted", "first tok", "per tok"):
-        table.add_column(name, justify="right")
-    table.add_column("= generate")
+    table = Table(title="Requests, lengths in tokens", title_justify="left")
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=28)
+    for name in ("samples", "prompt", "cached", "answers", "preempted", "first", "per token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("= generate", no_wrap=True)
     for line in report.requests:
         figures = line.figures
         table.add_row(
