@@ -1,0 +1,43 @@
+"""A small continuous-batching engine over any Hugging Face causal LM.
+
+    engine = Engine(model, num_blocks=512, block_size=16, max_sequences=8, tokenizer=tokenizer)
+    request = engine.submit(prompt_token_ids, SamplingParams(max_tokens=64))
+    for event in engine.stream(request):
+        print(event.text, end="", flush=True)
+
+It is also the model of how to use the rest of the package: whoever writes a loop of their own begins by
+reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "kvfolio.serving needs torch and transformers: pip install 'kvfolio[serving]'"
+    ) from error
+
+from .engine import Engine
+from .errors import RequestRefused, UnsupportedModel
+from .figures import Distribution, EngineStats, RequestFigures
+from .reference import Comparison, compare_with_generate
+from .request import Answer, Event, FinishReason, Request
+from .sampling import SamplingParams
+
+__all__ = [
+    "Answer",
+    "Comparison",
+    "Distribution",
+    "Engine",
+    "EngineStats",
+    "Event",
+    "FinishReason",
+    "Request",
+    "RequestFigures",
+    "RequestRefused",
+    "SamplingParams",
+    "UnsupportedModel",
+    "compare_with_generate",
+]

@@ -1,0 +1,433 @@
+"""Continuous batching over a paged KV cache: the loop.
+
+One step, whole:
+
+    admit      waiting requests, oldest first, while the pool has room for all that is still to be computed
+    make room  while the step does not fit, the youngest gives its blocks back and waits in front of the queue
+    plan       everybody's next token, then pieces of the prompts, up to `max_tokens_per_step`
+    compute    the model writes and reads KV by the plan; the plan commits
+    take       fork for `n` samples, one token for each row whose prompt is done, stop conditions
+
+Who is older never waits for who is younger: the waiting queue and the running list are both ordered by age,
+and the youngest gives way. So the oldest always goes on, and since every request fits the pool alone
+(others are refused at the door), all of them end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+import kvfolio as kv
+
+from .errors import RequestRefused
+from .figures import EngineStats, Meter
+from .hf_model import PagedModel
+from .request import Answer, Event, FinishReason, Request
+from .sampling import MAX_SEED, SamplingParams, sample
+from .text import TextStream, Tokenizer
+
+
+class Engine:
+    """Serves one causal LM to many requests at once. It belongs to one thread.
+
+    `model`: any causal LM of transformers that attends through its attention interface; its weights, device
+    and dtype stay as they are. Raises UnsupportedModel if its cache is of another kind.
+    `num_blocks`, `block_size`: of the pool, which the engine owns; KV storage for it is allocated here.
+    `max_sequences`: how many answers are computed at once, at most.
+    `max_tokens_per_step`: of all rows together; at least `max_sequences`, so that no answer stands still
+    while prompts are computed, which are cut into pieces of what is left.
+    `max_tokens_per_sequence`: prompt and answer; by default what the model is made for, or what the pool
+    holds.
+    `reserve_blocks`: stay free at admissions while anything runs, so that the running ones can grow for a
+    while before somebody has to give way; by default a twentieth of the pool.
+    `tokenizer`: for texts and stop strings; without one there are token ids only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_sequences: int = 16,
+        max_tokens_per_step: int = 512,
+        max_tokens_per_sequence: int | None = None,
+        reserve_blocks: int | None = None,
+        prefix_cache: bool = True,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if not 1 <= max_sequences <= max_tokens_per_step:
+            raise ValueError(
+                f"max_sequences must be from 1 to max_tokens_per_step, "
+                f"which is {max_tokens_per_step}, not {max_sequences}"
+            )
+        self.model = PagedModel(model)
+        self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
+        self.max_sequences = max_sequences
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_tokens_per_sequence = self._longest(max_tokens_per_sequence)
+        self.reserve_blocks = num_blocks // 20 if reserve_blocks is None else reserve_blocks
+        self.tokenizer = tokenizer
+        layout = self.model.layout
+        self.cache = kv.KVCache(
+            self.pool,
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.head_dim,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            device=str(layout.device),
+            array="torch",
+        )
+        self._batch = kv.Batch(
+            self.pool, max_sequences=max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
+        )
+        self._waiting: deque[Answer] = deque()  # oldest first, as is the next
+        self._running: list[Answer] = []
+        self._undelivered: list[Event] = []
+        self._num_submitted = 0
+        reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
+        self._meter = Meter(blocks_per_reservation=reservation)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Engine: {len(self._running)} running, {len(self._waiting)} waiting, "
+            f"{self.pool.num_free}/{self.pool.num_blocks} blocks of {self.pool.block_size} free>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for answer in [*self._running, *self._waiting]:
+            self.cancel(answer.request)
+
+    # Requests
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        context: kv.Context | None = None,
+        on_token: Callable[[Event], None] | None = None,
+    ) -> Request:
+        """Queue a prompt; `on_token` is called with each of its events at the end of a step.
+
+        `context`: what KV depends on besides the tokens (adapter, tenant, pictures); prompts under unequal
+        contexts share no block.
+
+        Raises RequestRefused for what this engine could never finish: more tokens than
+        `max_tokens_per_sequence` (a prompt and its `max_tokens` together: an answer that is bound to be cut
+        short is refused, not cut), or more samples than `max_sequences`. Raises ValueError for bad token
+        ids, and for stop strings without a tokenizer.
+        """
+        params = params or SamplingParams()
+        prompt = [int(token) for token in prompt_token_ids]
+        room = self.max_tokens_per_sequence - len(prompt)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if not prompt:
+            raise ValueError("prompt_token_ids must hold at least one token")
+        if not all(0 <= token < self.model.vocabulary_size for token in prompt):
+            raise ValueError(f"prompt_token_ids must be from 0 to {self.model.vocabulary_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need an engine with a tokenizer")
+        if not 1 <= max_tokens <= room:
+            raise RequestRefused(
+                f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed "
+                f"the {self.max_tokens_per_sequence} tokens that a sequence may have"
+            )
+        if params.n > self.max_sequences:
+            raise RequestRefused(
+                f"{params.n} samples exceed the {self.max_sequences} sequences that run at once"
+            )
+        streams = [
+            TextStream(self.tokenizer, params.stop) if self.tokenizer else None for _ in range(params.n)
+        ]
+        request = Request(
+            self,
+            self._num_submitted,
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            seed=secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else self.model.eos_token_ids),
+            text_streams=streams,
+            on_token=on_token,
+            submitted_at=time.perf_counter(),
+        )
+        leader = request.answers[0]
+        leader._sequence = self.pool.sequence(prompt, context=context)
+        self._num_submitted += 1
+        self._waiting.append(leader)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """See Request.cancel."""
+        for answer in request.answers:
+            if not answer.is_finished:
+                self._end(answer, FinishReason.CANCELLED)
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """The request's events from the first on; steps the engine, for everybody, while there are no more.
+
+        Raises the request's error, if it failed, after the last event.
+        """
+        delivered = 0
+        while True:
+            while delivered < len(request.events):
+                yield request.events[delivered]
+                delivered += 1
+            if request.is_finished:
+                break
+            self.step()
+        if request.error is not None:
+            raise request.error
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        while self.has_work:
+            self.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self._running or self._waiting)
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return self._meter.read(self.pool, running=len(self._running), waiting=len(self._waiting))
+
+    # One step
+
+    def step(self) -> list[Event]:
+        """Compute one step for all that fit; returns the events since the last one, tokens and ends.
+
+        If the model raises, the plan is rolled back and its rows are tried again in halves, until each row
+        that fails by itself is found. Those requests end with `Request.error`, the other rows have computed
+        what they would have. What is no Exception, such as a keyboard interrupt in the model, rolls the
+        plan back, too, and goes through: the next step begins where this one did.
+        """
+        began = time.perf_counter()
+        self._admit()
+        self._make_room()
+        if self._running:
+            plan = self._batch.plan(self.max_tokens_per_step, rows=self._rows())
+            steps = self._compute(plan)
+            self._meter.steps += 1
+            self._meter.look(self.pool, [answer.sequence for answer in self._running])
+            for plan, logits in steps:
+                self._take_tokens(plan, logits)
+        events = self._deliver()
+        self._meter.busy_time += time.perf_counter() - began
+        return events
+
+    def _rows(self) -> list[int]:
+        """In what order they share the step's tokens: who decodes goes first, so that no prompt stops it."""
+        return [
+            answer.row for answer in sorted(self._running, key=lambda answer: answer.sequence.num_pending > 1)
+        ]
+
+    def _admit(self) -> None:
+        # A prompt takes its blocks piece by piece, so what the running ones have yet to take is spoken for.
+        promised = (
+            sum(self.pool.blocks_needed(answer.sequence) for answer in self._running) if self._waiting else 0
+        )
+        # So are the rows of samples that are not forked yet.
+        rows = sum(_rows_wanted(answer) for answer in self._running)
+        while self._waiting:
+            answer = self._waiting[0]
+            needed = self.pool.blocks_needed(answer.sequence)
+            reserve = self.reserve_blocks if self._running else 0
+            if (
+                needed + promised + reserve > self.pool.num_free
+                or rows + _rows_wanted(answer) > self.max_sequences
+            ):
+                break
+            self._waiting.popleft()
+            answer._row = self._batch.add(answer.sequence)
+            answer._cache_was_asked = False
+            insort(self._running, answer, key=lambda answer: answer.age)
+            promised += self.pool.blocks_needed(answer.sequence)
+            rows += _rows_wanted(answer)
+            if answer.request.admitted_at is None:
+                answer.request.admitted_at = time.perf_counter()
+        if (
+            self._waiting and not self._running
+        ):  # somebody else has blocks of the pool: waiting could last forever
+            answer = self._waiting[0]
+            self._fail(answer, self._out_of_blocks(self.pool.blocks_needed(answer.sequence)))
+
+    def _make_room(self) -> None:
+        if not self._running:
+            return
+        while missing := self._batch.shortfall(self.max_tokens_per_step, rows=self._rows()):
+            youngest = self._running[-1]
+            if len(self._running) == 1:
+                self._fail(youngest, self._out_of_blocks(self.pool.num_free + missing))
+                return
+            self._preempt(youngest)
+
+    def _preempt(self, answer: Answer) -> None:
+        self._batch.preempt(answer.row)
+        answer._row = None
+        answer.num_preemptions += 1
+        self._meter.preemptions += 1
+        self._running.remove(answer)
+        self._waiting.appendleft(answer)  # it is younger than who runs, older than who waits
+
+    def _compute(self, plan: kv.Plan) -> list[tuple[kv.Plan, torch.Tensor]]:
+        """Run the model on a plan, in parts if that fails; returns the plans that stand and their logits."""
+        try:
+            with plan:
+                logits = self.model.forward(plan, self.cache)
+        except Exception as error:
+            self._meter.failed_steps += 1
+            rows, counts = plan.rows.tolist(), (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
+            if len(rows) == 1:
+                self._fail(self._answer_in(rows[0]), error)
+                return []
+            half = len(rows) // 2
+            return [
+                step
+                for part in (slice(half), slice(half, None))
+                for step in self._compute(self._batch.plan(rows=rows[part], num_tokens=counts[part]))
+            ]
+        self._meter.computed_tokens += plan.num_tokens
+        for row in plan.rows.tolist():
+            self._settle(self._answer_in(row))
+        return [(plan, logits)]
+
+    def _take_tokens(self, plan: kv.Plan, logits: torch.Tensor) -> None:
+        """One token for each of a committed plan's `logits_rows`; `logits` is [m, vocabulary]."""
+        leaders = [self._answer_in(row) for row in plan.logits_rows.tolist()]
+        drawn = {}
+        for leader, row_logits in zip(leaders, logits, strict=True):
+            for answer in [leader, *self._fork(leader)]:
+                try:
+                    drawn[answer] = sample(row_logits, answer.request.params, answer._generator)
+                except Exception as error:
+                    self._fail(answer, error)
+        # A row that has just failed is in no batch any more and passed over, whatever its token.
+        plan.extend([drawn.get(leader, 0) for leader in leaders])
+        forked = [answer for answer in drawn if answer not in leaders and not answer.is_finished]
+        self._batch.extend([answer.row for answer in forked], [drawn[answer] for answer in forked])
+        now = time.perf_counter()
+        for answer, token in drawn.items():
+            if answer.is_finished:  # with another sample of its request, which failed
+                continue
+            self._meter.output_tokens += 1
+            self._emit(answer._take(token, now))
+            if answer.is_finished:
+                self._let_go(answer)
+
+    def _fork(self, leader: Answer) -> list[Answer]:
+        """The other samples of a prompt that has just been computed; their rows were kept free."""
+        if leader.request._forked:
+            return []
+        leader.request._forked = True
+        samples = leader.request.answers[1:]
+        for answer in samples:
+            answer._sequence = leader.sequence.fork()
+            answer._row = self._batch.add(answer._sequence)
+            answer._cache_was_asked = True
+            insort(self._running, answer, key=lambda answer: answer.age)
+        self._meter.forks += len(samples)
+        return samples
+
+    def _emit(self, event: Event) -> None:
+        event.request.events.append(event)
+        self._undelivered.append(event)
+
+    def _deliver(self) -> list[Event]:
+        """Hand out what happened, now that the engine is in order: a callback may cancel and submit."""
+        delivered: list[Event] = []
+        while self._undelivered:
+            events, self._undelivered = self._undelivered, []
+            delivered += events
+            for event in events:
+                request = event.request
+                if request.on_token is not None:
+                    try:
+                        request.on_token(event)
+                    except Exception as error:
+                        request.on_token = None
+                        self._fail(event.answer, error)
+        return delivered
+
+    # Endings
+
+    def _fail(self, answer: Answer, error: BaseException) -> None:
+        """An error ends the whole request: a part of its samples is not what was asked for."""
+        request = answer.request
+        if request.error is None:
+            request.error = error
+        for sibling in request.answers:
+            if not sibling.is_finished:
+                self._end(sibling, FinishReason.ERROR)
+
+    def _end(self, answer: Answer, reason: FinishReason) -> None:
+        self._emit(answer._end(reason))
+        self._let_go(answer)
+
+    def _let_go(self, answer: Answer) -> None:
+        """A finished answer holds nothing."""
+        if answer._row is not None:
+            self._batch.remove(answer.row)
+            self._running.remove(answer)
+            answer._row = None
+        elif answer in self._waiting:
+            self._waiting.remove(answer)
+        if answer._sequence is not None:
+            answer._sequence.free()
+            answer._sequence = None
+        if answer.request.is_finished:
+            self._meter.finished_requests += 1
+
+    # Odds and ends
+
+    def _answer_in(self, row: int) -> Answer:
+        return next(answer for answer in self._running if answer.row == row)
+
+    def _settle(self, answer: Answer) -> None:
+        """What follows from a commit."""
+        sequence, window = answer.sequence, self.model.layout.sliding_window
+        if not answer._cache_was_asked:  # now, since a first plan looks again for what others have published
+            answer._cache_was_asked = True
+            if answer.request.cached_tokens is None:
+                answer.request.cached_tokens = sequence.num_cached
+            else:
+                answer.request.recovered_tokens += sequence.num_cached
+        if window is not None:  # the next token sees itself and the window - 1 before it
+            sequence.discard_before(max(0, sequence.num_computed + 1 - window))
+
+    def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
+        return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)
+
+    def _longest(self, wanted: int | None) -> int:
+        capacity = self.pool.num_blocks * self.pool.block_size
+        limits = [limit for limit in (capacity, self.model.max_positions) if limit is not None]
+        if wanted is None:
+            return min(limits)
+        if not 1 <= wanted <= min(limits):
+            raise ValueError(
+                f"max_tokens_per_sequence must be from 1 to {min(limits)}, not {wanted}: the pool holds "
+                f"{capacity} tokens, the model is made for {self.model.max_positions}"
+            )
+        return wanted
+
+
+def _rows_wanted(answer: Answer) -> int:
+    """Rows that an answer takes sooner or later: its own, and those of the samples to be forked from it."""
+    return 1 if answer.request._forked else answer.request.params.n

@@ -1,0 +1,194 @@
+"""A request and its answers, as the caller sees them while the engine works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+import kvfolio as kv
+
+from .figures import RequestFigures, mean
+from .sampling import SamplingParams
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # the end of sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+    ERROR = "error"  # see Request.error
+
+
+@dataclass(frozen=True)
+class Event:
+    """One token of one answer, or its end.
+
+    `token_id` is None if the answer ended without a token (cancelled, failed). `text` is what has become
+    certain with it, which may lag behind the tokens or be empty; without a tokenizer it always is.
+    """
+
+    request: Request
+    answer: Answer
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Answer:
+    """One sample of a request. `token_ids` includes the stop token that ended it, `text` does not."""
+
+    def __init__(self, request: Request, index: int, text_stream: TextStream | None) -> None:
+        self.request = request
+        self.index = index
+        self.seed = request.seed + index
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.num_preemptions = 0
+        self.first_token_at: float | None = None  # seconds, by time.perf_counter
+        self.last_token_at: float | None = None
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self._text_stream = text_stream
+        # The engine's own. A sequence exists from the first admission queue on, or from the fork; a row
+        # only while it runs.
+        self._sequence: kv.Sequence | None = None
+        self._row: int | None = None
+        self._cache_was_asked = False
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("waiting" if self._row is None else "running")
+        return f"<Answer {self.request.id}.{self.index}: {len(self.token_ids)} tokens, {state}>"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The smaller, the older: requests by their arrival, then samples by their number."""
+        return self.request.id, self.index
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean seconds between two tokens, preemptions included; None with fewer than two."""
+        if self.first_token_at is None or self.last_token_at is None or len(self.token_ids) < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (len(self.token_ids) - 1)
+
+    @property
+    def sequence(self) -> kv.Sequence:
+        """Its tokens and blocks; the engine's own."""
+        assert self._sequence is not None, "asked only of answers that wait or run"
+        return self._sequence
+
+    @property
+    def row(self) -> int:
+        """Its row in the batch; the engine's own."""
+        assert self._row is not None, "asked only of answers that run"
+        return self._row
+
+    def _take(self, token_id: int, now: float) -> Event:
+        """Append a token and find out whether it was the last."""
+        request = self.request
+        self.token_ids.append(token_id)
+        self.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
+        text = ""
+        if token_id in request.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        else:
+            text = self._text_stream.push(token_id) if self._text_stream else ""
+            if self._text_stream and self._text_stream.stopped:
+                self.finish_reason = FinishReason.STOP
+            elif len(self.token_ids) == request.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason and self._text_stream:
+            text += self._text_stream.finish()
+        self.text += text
+        return Event(request, self, token_id, text, self.finish_reason)
+
+    def _end(self, reason: FinishReason) -> Event:
+        """End without a token."""
+        text = self._text_stream.finish() if self._text_stream else ""
+        self.text += text
+        self.finish_reason = reason
+        return Event(self.request, self, None, text, reason)
+
+
+class Request:
+    """What `Engine.submit` returns: the answers as they grow, the figures, a way to cancel."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        stop_token_ids: frozenset[int],
+        text_streams: list[TextStream | None],
+        on_token: Callable[[Event], None] | None,
+        submitted_at: float,
+    ) -> None:
+        self.id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.on_token = on_token
+        self.submitted_at = submitted_at
+        self.admitted_at: float | None = None
+        self.cached_tokens: int | None = None  # of the prompt, found at the first admission; None before
+        self.recovered_tokens = 0  # found again after preemptions: its own earlier work, no hit on others'
+        self.error: BaseException | None = None
+        self.events: list[Event] = []  # all so far, in order
+        self.answers = [Answer(self, index, stream) for index, stream in enumerate(text_streams)]
+        self._engine = engine
+        self._forked = params.n == 1
+
+    def __repr__(self) -> str:
+        done = sum(answer.is_finished for answer in self.answers)
+        prompt = len(self.prompt_token_ids)
+        return f"<Request {self.id}: {prompt} prompt tokens, {done}/{len(self.answers)} answers finished>"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of its answers have ended."""
+        return all(answer.is_finished for answer in self.answers)
+
+    @property
+    def figures(self) -> RequestFigures:
+        """Its figures so far."""
+        first = [answer.first_token_at for answer in self.answers if answer.first_token_at is not None]
+        last = [answer.last_token_at for answer in self.answers if answer.last_token_at is not None]
+        paces = [pace for answer in self.answers if (pace := answer.time_per_output_token) is not None]
+        start = self.submitted_at
+        return RequestFigures(
+            prompt_tokens=len(self.prompt_token_ids),
+            cached_tokens=self.cached_tokens or 0,
+            recovered_tokens=self.recovered_tokens,
+            output_tokens=sum(len(answer.token_ids) for answer in self.answers),
+            preemptions=sum(answer.num_preemptions for answer in self.answers),
+            queue_time=None if self.admitted_at is None else self.admitted_at - start,
+            time_to_first_token=min(first) - start if first else None,
+            time_per_output_token=mean(paces) if paces else None,
+            latency=max(last) - start if last else None,
+        )
+
+    def cancel(self) -> None:
+        """End the answers that are not finished, at once; their blocks come free. Idempotent."""
+        self._engine.cancel(self)

@@ -1,0 +1,97 @@
+"""From one row of logits to one token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAX_SEED = 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How an answer is drawn and when it ends.
+
+    `max_tokens`: the most tokens of an answer; None: as many as the engine has room for.
+    `temperature`: 0 takes the likeliest token (greedy); above 0 samples.
+    `top_k`, `top_p`: sample among the k likeliest tokens, then among the fewest of those whose
+    probabilities reach `top_p` of theirs together.
+    `seed`: sample i of the request draws from a generator seeded with `seed + i`, one number a token, so an
+    answer does not depend on what else is in the batch. None: a seed is chosen, and `Request.seed` tells
+    it.
+    `n`: samples of the one prompt, which is computed once.
+    `stop_token_ids`: end the answer, of which they remain the last token, in addition to the model's own
+    end of sequence, which `ignore_eos` turns off. `stop`: strings that end it (the engine needs a
+    tokenizer); the answer's text ends before the string.
+
+    Raises ValueError or TypeError for what is out of range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1 or None, not {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1 or None, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED - self.n:
+            raise ValueError(f"seed must be from 0 to 2**63 - n, not {self.seed}")
+        if isinstance(self.stop, str):
+            raise TypeError("stop must be a sequence of strings, not one string")
+        if not all(self.stop):
+            raise ValueError("stop must hold no empty string")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, whatever the seed."""
+        return self.temperature == 0
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token of one answer; `logits` is [vocabulary].
+
+    A sampled token takes exactly one number from `generator` and inverts the cumulative distribution with
+    it, in float64: the n-th token's number is the same whatever was drawn before it.
+
+    Raises FloatingPointError if a logit is not a number: an argmax over those would be silently wrong.
+    """
+    if bool(torch.isnan(logits).any()):
+        raise FloatingPointError("the model's logits are not numbers")
+    if params.is_greedy:
+        return int(logits.argmax())
+    scores, tokens = _candidates(logits.detach().cpu().double() / params.temperature, params)
+    cumulative = torch.softmax(scores, dim=0).cumsum(dim=0)
+    if params.top_p < 1:
+        enough = torch.searchsorted(cumulative, params.top_p * cumulative[-1])
+        cumulative = cumulative[: int(enough) + 1]
+    drawn = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+    choice = min(int(torch.searchsorted(cumulative, drawn, right=True)), len(cumulative) - 1)
+    return choice if tokens is None else int(tokens[choice])
+
+
+def _candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scores to draw from, in falling order if a cut needs that, and whose they are (None: all's)."""
+    if params.top_k is not None:
+        best = scores.topk(min(params.top_k, len(scores)))
+        return best.values, best.indices
+    if params.top_p < 1:
+        ordered = scores.sort(descending=True, stable=True)
+        return ordered.values, ordered.indices
+    return scores, None
