@@ -13,6 +13,7 @@ use crate::{
     arguments::{self, Any},
     arrays::{owned, read_only},
     errors::Result,
+    pool::refuse_pickling,
 };
 
 /// What a plan's numpy arrays are views of: as long as one of them lives, so do the arrays, and they are not
@@ -197,6 +198,10 @@ impl PyPlan {
             }
         }
         Ok(())
+    }
+
+    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        refuse_pickling(&slf.get_type())
     }
 
     fn __repr__(&self) -> String {
