@@ -2,7 +2,8 @@
 //! what came and what is allowed.
 
 use numpy::{
-    PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods,
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
 };
 use pyo3::{
     exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyValueError},
@@ -15,12 +16,17 @@ pub(crate) type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 /// The largest number that counts and positions may be.
 const LARGEST: i64 = i64::MAX;
 
-fn type_name(value: Any<'_, '_>) -> String {
+pub(crate) fn type_name(value: Any<'_, '_>) -> String {
     value.get_type().name().map_or_else(|_| "?".into(), |name| name.to_string())
 }
 
+/// What came, as text; Python refuses to write out integers of thousands of digits.
+pub(crate) fn shown(value: Any<'_, '_>) -> String {
+    value.str().map_or_else(|_| format!("{} too long to print", type_name(value)), |text| text.to_string())
+}
+
 /// An integer that is no bool; `None` if it does not fit 64 bits.
-fn integer(name: &str, value: Any<'_, '_>) -> PyResult<Option<i64>> {
+pub(crate) fn integer(name: &str, value: Any<'_, '_>) -> PyResult<Option<i64>> {
     let refuse = || PyTypeError::new_err(format!("{name} must be an integer, not {}", type_name(value)));
     if value.is_instance_of::<PyBool>() {
         return Err(refuse());
@@ -42,7 +48,8 @@ pub(crate) fn count(name: &str, value: Any<'_, '_>, minimum: i64) -> PyResult<us
     match integer(name, value)? {
         Some(number) if number >= minimum => Ok(number as usize),
         _ => {
-            Err(PyValueError::new_err(format!("{name} must be between {minimum} and {LARGEST}, not {value}")))
+            let came = shown(value);
+            Err(PyValueError::new_err(format!("{name} must be between {minimum} and {LARGEST}, not {came}")))
         }
     }
 }
@@ -60,42 +67,84 @@ pub(crate) fn optional_count(
 pub(crate) fn position(name: &str, value: Any<'_, '_>) -> PyResult<usize> {
     match integer(name, value)? {
         Some(number) if number >= 0 => Ok(number as usize),
-        _ => Err(PyIndexError::new_err(format!("{name} must be at least 0, not {value}"))),
+        _ => {
+            let came = shown(value);
+            Err(PyIndexError::new_err(format!("{name} must be between 0 and {LARGEST}, not {came}")))
+        }
     }
-}
-
-/// A block id, not checked against any pool.
-pub(crate) fn block_id(name: &str, value: Any<'_, '_>) -> PyResult<i64> {
-    Ok(integer(name, value)?.unwrap_or(i64::MAX))
 }
 
 /// A flat sequence of integers: a list, a tuple, a range, or an array of any integer dtype and stride.
 pub(crate) fn integers(name: &str, value: Any<'_, '_>) -> PyResult<Vec<i64>> {
-    if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return Ok(array.try_readonly()?.as_array().to_vec());
+    if let Some(numbers) = plain_array(value)? {
+        return Ok(numbers);
     }
-    if let Ok(array) = value.cast::<PyArray1<i32>>() {
-        return Ok(array.try_readonly()?.as_array().iter().copied().map(i64::from).collect());
+    if let Some(numbers) = plain_array::<i32>(value)? {
+        return Ok(numbers.into_iter().map(i64::from).collect());
     }
-    match plain_integers(value) {
-        Some(numbers) => Ok(numbers),
+    match listed(value) {
+        Some(items) => match plain_integers(&items) {
+            Some(numbers) => Ok(numbers),
+            None => check_items(name, &items).and_then(|()| through_numpy(name, value)),
+        },
         None => through_numpy(name, value),
     }
 }
 
-/// The items of a list or tuple, if all are ints of at most 64 bits.
-fn plain_integers(value: Any<'_, '_>) -> Option<Vec<i64>> {
-    let number = |item: Bound<'_, PyAny>| item.cast_exact::<PyInt>().ok()?.extract().ok();
-    if let Ok(list) = value.cast::<PyList>() {
-        list.iter().map(number).collect()
-    } else {
-        value.cast::<PyTuple>().ok()?.iter().map(number).collect()
+/// The items of an array of this very dtype, if they can be read where they lie: those of a field of packed
+/// records are neither aligned nor a whole number of items apart.
+fn plain_array<T: Copy + Element>(value: Any<'_, '_>) -> PyResult<Option<Vec<T>>> {
+    let Ok(array) = value.cast::<PyArray1<T>>() else {
+        return Ok(None);
+    };
+    if !array.data().is_aligned() || array.strides()[0] % size_of::<T>() as isize != 0 {
+        return Ok(None);
     }
+    Ok(Some(array.try_readonly()?.as_array().to_vec()))
+}
+
+/// The items of a list or tuple.
+fn listed<'py>(value: Any<'_, 'py>) -> Option<Vec<Bound<'py, PyAny>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        Some(list.iter().collect())
+    } else {
+        Some(value.cast::<PyTuple>().ok()?.iter().collect())
+    }
+}
+
+/// The same, if all are ints of at most 64 bits.
+fn plain_integers(items: &[Bound<'_, PyAny>]) -> Option<Vec<i64>> {
+    items.iter().map(|item| item.cast_exact::<PyInt>().ok()?.extract().ok()).collect()
+}
+
+/// Refuse what numpy would make numbers of: bools among integers, and integers of more than 64 bits, which
+/// become floats.
+fn check_items(name: &str, items: &[Bound<'_, PyAny>]) -> PyResult<()> {
+    if items.iter().any(|item| item.extract::<bool>().is_ok()) {
+        return Err(PyTypeError::new_err(format!("{name} must hold integers, not bool")));
+    }
+    if items.iter().all(Bound::is_exact_instance_of::<PyInt>) {
+        items.iter().try_for_each(|item| long(name, item).map(drop))?;
+    }
+    Ok(())
+}
+
+fn long(name: &str, item: Any<'_, '_>) -> PyResult<i64> {
+    item.extract().map_err(|_| {
+        let came = shown(item);
+        PyValueError::new_err(format!("{name} must hold integers from -2**63 to 2**63 - 1, not {came}"))
+    })
 }
 
 fn through_numpy(name: &str, value: Any<'_, '_>) -> PyResult<Vec<i64>> {
     let py = value.py();
-    let array = py.import("numpy")?.call_method1("asarray", (value,))?;
+    let array = py.import("numpy")?.call_method1("asarray", (value,)).map_err(|error| {
+        if error.is_instance_of::<PyValueError>(py) {
+            let why = error.value(py);
+            return PyValueError::new_err(format!("{name} must be a flat sequence of integers: {why}"));
+        }
+        error
+    })?;
     let untyped = array.cast::<PyUntypedArray>()?;
     match untyped.ndim() {
         1 => {}
@@ -116,22 +165,21 @@ fn through_numpy(name: &str, value: Any<'_, '_>) -> PyResult<Vec<i64>> {
     }
     let kind = untyped.dtype().kind();
     if kind == b'i' || kind == b'u' && untyped.dtype().itemsize() < 8 {
-        let wide = array.call_method1("astype", ("int64",))?;
+        let wide = array.call_method1("astype", ("int64", "C"))?;
         return Ok(wide.extract::<PyReadonlyArray1<'_, i64>>()?.as_array().to_vec());
     }
     let items = array.call_method0("tolist")?;
     let items = items.cast::<PyList>()?;
     if kind == b'u' || kind == b'O' && items.iter().all(|item| item.is_exact_instance_of::<PyInt>()) {
-        let too_long = |_| PyValueError::new_err(format!("{name} holds an integer of more than 63 bits"));
-        return items.iter().map(|item| item.extract().map_err(too_long)).collect();
+        return items.iter().map(|item| long(name, &item)).collect();
     }
     Err(PyTypeError::new_err(format!("{name} must hold integers, not {}", untyped.dtype())))
 }
 
 /// Token ids; the core checks that none is negative.
 pub(crate) fn tokens(name: &str, value: Any<'_, '_>) -> PyResult<Vec<i32>> {
-    if let Ok(array) = value.cast::<PyArray1<i32>>() {
-        return Ok(array.try_readonly()?.as_array().to_vec());
+    if let Some(tokens) = plain_array(value)? {
+        return Ok(tokens);
     }
     let narrow = |token: i64| {
         i32::try_from(token).map_err(|_| {

@@ -81,7 +81,7 @@ impl PyBatch {
         max_tokens_per_sequence: Any<'_, '_>,
     ) -> Result<Self> {
         let pool = pool.cast::<PyBlockPool>().map_err(|_| {
-            PyTypeError::new_err(format!("pool must be a BlockPool, not {}", pool.get_type()))
+            PyTypeError::new_err(format!("pool must be a BlockPool, not {}", arguments::type_name(pool)))
         })?;
         let max_sequences = arguments::count("max_sequences", max_sequences, 1)?;
         let max_tokens = arguments::count("max_tokens_per_sequence", max_tokens_per_sequence, 1)?;

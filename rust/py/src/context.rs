@@ -25,9 +25,9 @@ fn text(name: &str, value: Option<Any<'_, '_>>) -> PyResult<String> {
     let Some(value) = value else {
         return Ok(String::new());
     };
-    let text = value
-        .cast::<PyString>()
-        .map_err(|_| PyTypeError::new_err(format!("{name} must be a str, not {}", value.get_type())))?;
+    let text = value.cast::<PyString>().map_err(|_| {
+        PyTypeError::new_err(format!("{name} must be a str, not {}", arguments::type_name(value)))
+    })?;
     let text = text.to_str().map_err(|error| {
         PyValueError::new_err(format!("{name} must be text that UTF-8 can encode: {error}"))
     })?;
@@ -40,13 +40,21 @@ pub(crate) fn extras(value: Option<Any<'_, '_>>) -> Result<Vec<Extra>> {
         return Ok(Vec::new());
     };
     let mut extras = Vec::new();
-    for item in value.try_iter()? {
+    let items = value.try_iter().map_err(|_| {
+        let came = arguments::type_name(value);
+        PyTypeError::new_err(format!("extras must be an iterable of (start, stop, digest), not {came}"))
+    })?;
+    for item in items {
         let item = item?;
-        let shape = || PyTypeError::new_err(format!("extras must hold (start, stop, digest), not {item}"));
+        let shape = || {
+            let came = arguments::shown(&item);
+            PyTypeError::new_err(format!("extras must hold (start, stop, digest), not {came}"))
+        };
         let (start, stop, digest): (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>) =
             item.extract().map_err(|_| shape())?;
         let digest = digest.cast::<PyBytes>().map_err(|_| {
-            PyTypeError::new_err(format!("extras must hold bytes as digest, not {}", digest.get_type()))
+            let came = arguments::type_name(&digest);
+            PyTypeError::new_err(format!("extras must hold bytes as digest, not {came}"))
         })?;
         let start = arguments::count("extras start", &start, 0)?;
         let stop = arguments::count("extras stop", &stop, 0)?;

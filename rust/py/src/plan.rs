@@ -1,6 +1,9 @@
 //! `kvfolio.Plan`.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use kvfolio::{Plan, PlanArrays};
 use numpy::{
@@ -13,6 +16,7 @@ use crate::{
     arguments::{self, Any},
     arrays::{owned, read_only},
     errors::Result,
+    pool::refuse_pickling,
 };
 
 /// What a plan's numpy arrays are views of: as long as one of them lives, so do the arrays, and they are not
@@ -30,12 +34,14 @@ struct ArraysOwner {
 pub(crate) struct PyPlan {
     plan: Plan,
     owner: Py<ArraysOwner>,
+    /// `with` has given it up: it is rolled back when its turn comes, and nobody has forgotten it.
+    given_up: AtomicBool,
 }
 
 impl PyPlan {
     pub(crate) fn new(py: Python<'_>, plan: Plan) -> PyResult<Self> {
         let owner = Py::new(py, ArraysOwner { _kept: Arc::clone(plan.arrays()) })?;
-        Ok(Self { plan, owner })
+        Ok(Self { plan, owner, given_up: AtomicBool::new(false) })
     }
 
     fn arrays(&self) -> &PlanArrays {
@@ -193,10 +199,16 @@ impl PyPlan {
             if class.is_none() {
                 self.plan.commit(None)?;
             } else {
+                // Relaxed: read by `drop`, when no other thread has the object any more.
+                self.given_up.store(true, Ordering::Relaxed);
                 self.plan.abandon();
             }
         }
         Ok(())
+    }
+
+    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        refuse_pickling(&slf.get_type())
     }
 
     fn __repr__(&self) -> String {
@@ -217,6 +229,9 @@ impl Drop for PyPlan {
             return;
         }
         self.plan.abandon(); // first: what the warning becomes must not keep the plan in flight
+        if *self.given_up.get_mut() {
+            return;
+        }
         Python::try_attach(|py| {
             let pending = PyErr::take(py);
             let category = py.get_type::<PyResourceWarning>();

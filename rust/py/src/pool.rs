@@ -1,6 +1,8 @@
 //! `kvfolio.BlockPool`.
 
-use kvfolio::{BlockId, BlockPool, Context};
+use std::fmt::Display;
+
+use kvfolio::{BlockId, BlockPool, Context, Error};
 use numpy::PyArray1;
 use pyo3::{
     exceptions::PyTypeError,
@@ -33,7 +35,12 @@ impl PyBlockPool {
 
     fn named_blocks(&self, name: &str, ids: Any<'_, '_>) -> Result<Vec<BlockId>> {
         let ids = arguments::integers(name, ids)?;
-        Ok(ids.into_iter().map(|id| self.0.block(id)).collect::<kvfolio::Result<_>>()?)
+        let block = |id| self.0.block(id).map_err(|_| self.no_such_block(name, id));
+        Ok(ids.into_iter().map(block).collect::<kvfolio::Result<_>>()?)
+    }
+
+    fn no_such_block(&self, name: &str, came: impl Display) -> Error {
+        Error::InvalidBlock(format!("{name} must be between 1 and {}, not {came}", self.0.num_blocks()))
     }
 }
 
@@ -43,7 +50,10 @@ fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
         return Ok(Context::default());
     };
     let context = context.cast::<PyContext>().map_err(|_| {
-        PyTypeError::new_err(format!("context must be a Context or None, not {}", context.get_type()))
+        PyTypeError::new_err(format!(
+            "context must be a Context or None, not {}",
+            arguments::type_name(context)
+        ))
     })?;
     Ok(context.get().0.clone())
 }
@@ -136,7 +146,9 @@ impl PyBlockPool {
 
     /// References to a block, lent and those of tables. Raises InvalidBlock for an id out of range.
     fn ref_count(&self, block_id: Any<'_, '_>) -> Result<u32> {
-        let block = self.0.block(arguments::block_id("block_id", block_id)?)?;
+        let id = arguments::integer("block_id", block_id)?;
+        let block = id.and_then(|id| self.0.block(id).ok());
+        let block = block.ok_or_else(|| self.no_such_block("block_id", arguments::shown(block_id)))?;
         Ok(self.0.ref_count(block)?)
     }
 

@@ -20,9 +20,9 @@ pub(crate) struct PySequence(pub(crate) Sequence);
 
 impl PySequence {
     pub(crate) fn argument<'a, 'py>(name: &str, value: Any<'a, 'py>) -> PyResult<&'a Bound<'py, Self>> {
-        value
-            .cast::<Self>()
-            .map_err(|_| PyTypeError::new_err(format!("{name} must be a Sequence, not {}", value.get_type())))
+        value.cast::<Self>().map_err(|_| {
+            PyTypeError::new_err(format!("{name} must be a Sequence, not {}", arguments::type_name(value)))
+        })
     }
 
     /// An argument, of a sequence that is still there: what is stale is told before what is wrong.
