@@ -68,7 +68,7 @@ mod tests {
         for n in 0..200 {
             assert_eq!(index.find(&key(n)), Some(BlockId::new(u32::from(n) + 1)));
         }
-        for n in (0..200).step_by(2) {
+        for n in (0..200_u8).step_by(2) {
             index.remove(BlockId::new(u32::from(n) + 1));
         }
         for n in 0..200 {
