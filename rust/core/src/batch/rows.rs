@@ -14,22 +14,21 @@ pub(super) struct Row {
 }
 
 pub(super) struct Rows {
+    capacity: usize,
+    /// Those that were taken so far.
     rows: Vec<Option<Row>>,
     in_order: Vec<usize>,
+    /// Of those, the ones that are free again.
     vacant: BinaryHeap<Reverse<usize>>,
 }
 
 impl Rows {
     pub(super) fn new(max_sequences: usize) -> Self {
-        Self {
-            rows: std::iter::repeat_with(|| None).take(max_sequences).collect(),
-            in_order: Vec::new(),
-            vacant: (0..max_sequences).map(Reverse).collect(),
-        }
+        Self { capacity: max_sequences, rows: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
-        self.rows.len()
+        self.capacity
     }
 
     pub(super) fn in_order(&self) -> &[usize] {
@@ -37,12 +36,15 @@ impl Rows {
     }
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
-        self.vacant.peek().map(|Reverse(row)| *row)
+        let vacated = self.vacant.peek().map(|Reverse(row)| *row);
+        vacated.or_else(|| Some(self.rows.len()).filter(|row| *row < self.capacity))
     }
 
     /// Put a sequence into the lowest vacant row.
     pub(super) fn occupy(&mut self, row: usize, state: Box<SequenceState>, handle: Weak<SequenceCell>) {
-        self.vacant.pop();
+        if self.vacant.pop().is_none() {
+            self.rows.push(None);
+        }
         self.in_order.push(row);
         self.rows[row] = Some(Row { state, handle });
     }
@@ -58,8 +60,10 @@ impl Rows {
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
         match self.rows.get(row) {
             Some(Some(occupied)) => Ok(occupied),
-            Some(None) => Err(Self::empty(row)),
-            None => Err(Error::argument("row", format_args!("between 0 and {}", self.rows.len() - 1), row)),
+            None if row >= self.capacity => {
+                Err(Error::argument("row", format_args!("between 0 and {}", self.capacity - 1), row))
+            }
+            Some(None) | None => Err(Self::empty(row)),
         }
     }
 
