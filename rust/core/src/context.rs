@@ -19,7 +19,11 @@ impl Extra {
     /// An extra at the positions `start <= t < stop`, told apart from others by `digest`.
     pub fn new(start: usize, stop: usize, digest: &[u8]) -> Result<Self> {
         if stop <= start {
-            return Err(Error::argument("extras stop", format_args!("at least {}", start + 1), stop));
+            return Err(Error::argument(
+                "extras stop",
+                format_args!("at least {}", start.saturating_add(1)),
+                stop,
+            ));
         }
         Ok(Self { start, stop, digest: digest.into() })
     }

@@ -80,7 +80,7 @@ impl KeyEncoder {
         }
         for extra in touching() {
             for position in [extra.start, extra.stop] {
-                self.message.extend((position as i64 - first as i64).to_le_bytes());
+                self.message.extend((position as i64).wrapping_sub(first as i64).to_le_bytes());
             }
             self.bytes(&extra.digest);
         }

@@ -204,9 +204,7 @@ impl Table {
     pub(crate) fn undo_grow(&mut self, num_tokens: usize, copy: Option<Copy>) {
         self.cut(num_tokens);
         if let Some((source, _)) = copy {
-            // The plan that copied holds the source, and there is room to count the reference that it took.
-            let returned = self.shared().add_reference(source);
-            debug_assert!(returned.is_ok());
+            self.shared().restore_reference(source); // the plan that copied holds it
             self.replace(self.blocks.len() - 1, source);
         }
     }

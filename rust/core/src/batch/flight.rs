@@ -50,9 +50,10 @@ impl BatchState {
     fn take(&mut self, choice: &Choice) -> Result<Option<Taken>> {
         // What is found is held before anything is evicted, and before it is decided who copies.
         for (index, step) in choice.steps.iter().enumerate() {
-            if !self.rows.state(step.row)?.hold_found(&step.found, true) {
+            let held = self.rows.state(step.row)?.hold_found(&step.found, true);
+            if held != Ok(true) {
                 self.give_up(choice, index, &[])?;
-                return Ok(None);
+                return held.map(|_| None);
             }
         }
         let (mut openings, mut needed) = (Vec::with_capacity(choice.steps.len()), 0);

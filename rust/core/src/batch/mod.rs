@@ -140,7 +140,7 @@ impl Batch {
             self.0.pool.shared().counters.queried_tokens.add(state.num_tokens());
         }
         let found = state.look_again();
-        state.hold_found(&found, false);
+        state.hold_found(&found, false)?; // what cannot be held is computed, so this does not fail
         let home: Arc<dyn Home> = self.0.clone();
         if let Place::Alone(state) = std::mem::replace(&mut *place, Place::Running(home, row)) {
             batch.rows.occupy(row, state, Arc::downgrade(sequence.cell()));

@@ -15,16 +15,16 @@ pub(super) struct Row {
 
 pub(super) struct Rows {
     capacity: usize,
-    /// By row, as far as rows were ever taken.
+    /// Those that were taken so far.
     occupied: Vec<Option<Row>>,
     in_order: Vec<usize>,
-    /// Rows that were taken once.
+    /// Of those, the ones that are free again.
     vacant: BinaryHeap<Reverse<usize>>,
 }
 
 impl Rows {
-    pub(super) fn new(capacity: usize) -> Self {
-        Self { capacity, occupied: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
+    pub(super) fn new(max_sequences: usize) -> Self {
+        Self { capacity: max_sequences, occupied: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
@@ -36,21 +36,17 @@ impl Rows {
     }
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
-        let untouched = self.occupied.len();
-        let vacant = self.vacant.peek().map(|Reverse(row)| *row);
-        vacant.or((untouched < self.capacity).then_some(untouched))
+        let vacated = self.vacant.peek().map(|Reverse(row)| *row);
+        vacated.or_else(|| Some(self.occupied.len()).filter(|row| *row < self.capacity))
     }
 
     /// Put a sequence into the lowest vacant row.
     pub(super) fn occupy(&mut self, row: usize, state: Box<SequenceState>, handle: Weak<SequenceCell>) {
-        let occupied = Some(Row { state, handle });
-        if row == self.occupied.len() {
-            self.occupied.push(occupied);
-        } else {
-            self.vacant.pop();
-            self.occupied[row] = occupied;
+        if self.vacant.pop().is_none() {
+            self.occupied.push(None);
         }
         self.in_order.push(row);
+        self.occupied[row] = Some(Row { state, handle });
     }
 
     pub(super) fn vacate(&mut self, row: usize) -> Result<Row> {
@@ -63,22 +59,23 @@ impl Rows {
 
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
         match self.occupied.get(row) {
-            Some(Some(row)) => Ok(row),
-            Some(None) => Err(Self::empty(row)),
-            None => {
-                Err(Error::argument("row", format_args!("between 0 and {}", self.occupied.len() - 1), row))
+            Some(Some(occupied)) => Ok(occupied),
+            None if row >= self.capacity => {
+                Err(Error::argument("row", format_args!("between 0 and {}", self.capacity - 1), row))
             }
+            Some(None) | None => Err(Self::empty(row)),
         }
     }
 
     pub(super) fn state(&mut self, row: usize) -> Result<&mut SequenceState> {
         self.get(row)?;
-        self.occupied[row].as_mut().map(|row| &mut *row.state).ok_or_else(|| Self::empty(row))
+        self.occupied[row].as_mut().map(|occupied| &mut *occupied.state).ok_or_else(|| Self::empty(row))
     }
 
     /// The row of a sequence that was in `row` once.
     pub(super) fn find(&self, row: usize, serial: u64) -> Option<usize> {
-        let is_there = |row: &usize| self.get(*row).is_ok_and(|row| row.state.serial == serial);
+        let is_there =
+            |row: &usize| self.occupied[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial);
         Some(row).filter(is_there).or_else(|| self.in_order.iter().copied().find(is_there))
     }
 

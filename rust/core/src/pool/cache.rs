@@ -13,9 +13,10 @@ use super::{
     blank::Chain,
     idle::IdleQueue,
     index::Index,
-    word::{Claim, Left},
+    word::{Claim, Left, MAX_REFERENCES},
 };
 use crate::{
+    error::{Error, Result},
     ids::BlockId,
     key::{Key, KeyChain},
 };
@@ -88,6 +89,15 @@ impl Shared {
         }
         let hit = |key| cache.index.find(key).filter(|block| self.hit(*block));
         (keys.iter().map_while(hit).collect(), epoch)
+    }
+
+    /// Whether one more reference to a block could be counted.
+    pub(crate) fn check_countable(&self, block: BlockId) -> Result<()> {
+        if self.words[block.index()].load().is_countable() {
+            Ok(())
+        } else {
+            Err(Error::RefCountOverflow { block, max: MAX_REFERENCES })
+        }
     }
 
     /// Undo `hold_prefix`, as if it had never been.

@@ -70,16 +70,17 @@ impl Shared {
         self.plan_holds.fetch_add(blocks.len(), Ordering::Relaxed);
     }
 
-    /// One more reference to a block that the caller refers to, or that a plan of the caller's holds.
-    pub(crate) fn add_reference(&self, block: BlockId) -> Result<()> {
-        let in_use = |word: Word| word.references() > 0 || word.holds() > 0;
-        match self.words[block.index()].add_reference(in_use) {
-            Ok(before) => {
-                if before.is_quarantined() {
-                    self.quarantined.fetch_sub(1, Ordering::AcqRel);
-                }
-                Ok(())
-            }
+    /// The reference again that became the hold of a plan of the caller's, which still has it.
+    pub(crate) fn restore_reference(&self, block: BlockId) {
+        if self.words[block.index()].restore_reference().is_quarantined() {
+            self.quarantined.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// One more reference to a block that the caller refers to.
+    fn add_reference(&self, block: BlockId) -> Result<()> {
+        match self.words[block.index()].add_reference(|word: Word| word.references() > 0) {
+            Ok(_) => Ok(()),
             Err(_) => Err(Error::RefCountOverflow { block, max: MAX_REFERENCES }),
         }
     }

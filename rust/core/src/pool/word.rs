@@ -66,6 +66,11 @@ impl Word {
         u64::from(self.references()) + u64::from(self.holds()) > 1
     }
 
+    /// Whether one more reference can be counted. Holds count too, since a rollback makes references of them.
+    pub(super) fn is_countable(self) -> bool {
+        u64::from(self.references()) + u64::from(self.holds()) < REFERENCES
+    }
+
     /// Whether one reference or one hold is all there is.
     fn is_last(self) -> bool {
         !self.is_shared()
@@ -131,9 +136,15 @@ impl BlockWord {
 
     /// One more reference if `allowed`; the word before, or the word that forbade it.
     pub(super) fn add_reference(&self, allowed: impl Fn(Word) -> bool) -> Result<Word, Word> {
-        self.update(|word| {
-            (word.references() < MAX_REFERENCES && allowed(word)).then_some(word.0 + REFERENCE)
-        })
+        self.update(|word| (word.is_countable() && allowed(word)).then_some(word.0 + REFERENCE))
+    }
+
+    /// The reference again that became a hold, which is still there: so there is room to count it. Returns
+    /// the word before.
+    pub(super) fn restore_reference(&self) -> Word {
+        let before = Word(self.0.fetch_add(REFERENCE, Ordering::AcqRel));
+        debug_assert!(before.holds() > 0 && before.references() < MAX_REFERENCES);
+        before
     }
 
     /// Take one claim away. `cache_locked` says whether the block may become idle by it.

@@ -111,9 +111,9 @@ impl SequenceState {
 
     // Tokens
 
-    /// `extras` are sorted and lie behind all that is there.
+    /// `extras` lie behind all that is there.
     pub(crate) fn extend_known(&mut self, tokens: &[i32], extras: &[Extra]) -> Result<()> {
-        if let Some(first) = extras.first().filter(|first| first.start < self.num_tokens()) {
+        if let Some(first) = extras.iter().min().filter(|first| first.start < self.num_tokens()) {
             let allowed = format!("spans that start at {} or later", self.num_tokens());
             return Err(Error::argument("extras", allowed, first.start));
         }
@@ -245,11 +245,11 @@ impl SequenceState {
         found.split_off(held.len().min(found.len()))
     }
 
-    /// Hold the blocks that `look_again` found. If some are not there any more, hold none and return false
-    /// when `exact`, and those before them otherwise.
-    pub(crate) fn hold_found(&mut self, found: &[BlockId], exact: bool) -> bool {
+    /// Hold the blocks that `look_again` found. If some are not there any more, hold those before them; when
+    /// `exact`, hold none and return false, or an error if it was for want of room to count.
+    pub(crate) fn hold_found(&mut self, found: &[BlockId], exact: bool) -> Result<bool> {
         if found.is_empty() {
-            return true;
+            return Ok(true);
         }
         let held = self.table.blocks().len();
         let expected_epoch = (held > 0).then_some(self.history.epoch);
@@ -257,8 +257,9 @@ impl SequenceState {
         let shared = self.table.pool().shared();
         let (blocks, epoch) = shared.hold_prefix(keys, expected_epoch);
         if exact && blocks != found {
+            let missing = found.get(blocks.len()).map_or(Ok(()), |block| shared.check_countable(*block));
             shared.unhold_prefix(&blocks);
-            return false;
+            return missing.map(|()| false);
         }
         if !blocks.is_empty() {
             self.history.epoch = epoch;
@@ -266,7 +267,7 @@ impl SequenceState {
             self.table.append_found(&blocks);
             self.note_found();
         }
-        true
+        Ok(true)
     }
 
     /// Undo `hold_found`, as if it had never been.

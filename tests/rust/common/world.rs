@@ -1,0 +1,379 @@
+//! A random serving loop over one pool, next to a shadow memory that plans are executed on.
+//!
+//! Every slot holds a hash of the history that its K and V were computed from: context and tokens up to
+//! there, as a step found them in the memory. So whatever reads a slot can tell whose it is. A plan is
+//! executed between its making and its commit, in order within a batch, in any order among batches.
+
+mod shadow;
+
+use std::{collections::VecDeque, sync::Arc};
+
+use kvfolio::{
+    Batch, BlockPool, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence, TokenCaps,
+    UNKNOWN_TOKEN,
+};
+use proptest::prelude::*;
+
+pub(crate) const MOST_TOKENS: usize = 26;
+const ROWS: usize = 4;
+const KEPT_PLANS: usize = 6;
+
+#[derive(Clone, Debug)]
+pub(crate) enum Op {
+    Admit { batch: usize, length: usize, bits: u32, kind: usize },
+    Readmit { pick: usize, batch: usize },
+    Extend { pick: usize, length: usize, bits: u32 },
+    Unknown { pick: usize, length: usize },
+    Resolve { pick: usize, length: usize },
+    Plan { batch: usize, budget: usize, partial: bool, cap: usize, skip: usize },
+    Execute { batch: usize },
+    Commit { batch: usize, bits: u32 },
+    Rollback { batch: usize },
+    Drop { batch: usize, pick: usize },
+    Sample { pick: usize },
+    Truncate { pick: usize, keep: usize },
+    Fork { pick: usize },
+    Remove { pick: usize, preempt: bool },
+    Free { pick: usize },
+    Discard { pick: usize, before: usize },
+    Reorder { batch: usize, parent: usize, row: usize },
+    Scribble { blocks: usize },
+    Reset,
+}
+
+pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
+    let (n, bits) = (0..64_usize, any::<u32>());
+    let admit = (n.clone(), 1..16_usize, bits, 0..8_usize);
+    let plan = (n.clone(), 0..24_usize, any::<bool>(), 0..12_usize, 0..8_usize);
+    let op = prop_oneof![
+        6 => admit.prop_map(|(batch, length, bits, kind)| Op::Admit { batch, length, bits, kind }),
+        2 => (n.clone(), n.clone()).prop_map(|(pick, batch)| Op::Readmit { pick, batch }),
+        4 => (n.clone(), 1..5_usize, bits).prop_map(|(pick, length, bits)| Op::Extend { pick, length, bits }),
+        3 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Unknown { pick, length }),
+        2 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Resolve { pick, length }),
+        12 => plan.prop_map(|(batch, budget, partial, cap, skip)| Op::Plan { batch, budget, partial, cap, skip }),
+        4 => n.clone().prop_map(|batch| Op::Execute { batch }),
+        8 => (n.clone(), bits).prop_map(|(batch, bits)| Op::Commit { batch, bits }),
+        2 => n.clone().prop_map(|batch| Op::Rollback { batch }),
+        1 => (n.clone(), n.clone()).prop_map(|(batch, pick)| Op::Drop { batch, pick }),
+        5 => n.clone().prop_map(|pick| Op::Sample { pick }),
+        3 => (n.clone(), 0..26_usize).prop_map(|(pick, keep)| Op::Truncate { pick, keep }),
+        3 => n.clone().prop_map(|pick| Op::Fork { pick }),
+        3 => (n.clone(), any::<bool>()).prop_map(|(pick, preempt)| Op::Remove { pick, preempt }),
+        2 => n.clone().prop_map(|pick| Op::Free { pick }),
+        1 => (n.clone(), 0..26_usize).prop_map(|(pick, before)| Op::Discard { pick, before }),
+        1 => (n.clone(), n.clone(), n.clone()).prop_map(|(batch, parent, row)| Op::Reorder { batch, parent, row }),
+        2 => (1..12_usize).prop_map(|blocks| Op::Scribble { blocks }),
+        1 => Just(Op::Reset),
+    ];
+    prop::collection::vec(op, 1..most)
+}
+
+pub(crate) struct World {
+    pub(crate) pool: BlockPool,
+    pub(crate) runs: Vec<Run>,
+    pub(crate) lives: Vec<Live>,
+    /// Plans that have ended and whose tokens may still come.
+    ended: Vec<Flight>,
+    memory: Vec<u64>,
+    next_id: usize,
+}
+
+pub(crate) struct Run {
+    batch: Batch,
+    pub(crate) flights: VecDeque<Flight>,
+    mirror: Vec<Vec<i32>>,
+}
+
+pub(crate) struct Live {
+    pub(crate) id: usize,
+    pub(crate) sequence: Sequence,
+    place: Option<(usize, usize)>,
+    tenant: u64,
+}
+
+pub(crate) struct Flight {
+    plan: Option<Plan>,
+    arrays: Arc<PlanArrays>,
+    pub(crate) rows: Vec<FlightRow>,
+    executed: bool,
+}
+
+pub(crate) struct FlightRow {
+    pub(crate) id: usize,
+    tenant: u64,
+    /// What its slots are to hold, up to where the step stops.
+    history: Vec<u64>,
+    start: usize,
+    pub(crate) stop: usize,
+    samples: bool,
+    /// In flight, and neither voided nor without its sequence.
+    pub(crate) counts: bool,
+    /// Nothing of it was cut.
+    open: bool,
+    voided: bool,
+    /// The token behind it was taken.
+    told: bool,
+}
+
+/// What a slot holds whose token follows on `previous`.
+fn follow(previous: u64, token: i32) -> u64 {
+    let token = if token == UNKNOWN_TOKEN { sampled(previous) } else { token };
+    (previous ^ (token as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_add(1)
+}
+
+/// The token that the model gives after a history.
+fn sampled(previous: u64) -> i32 {
+    i32::from(previous.count_ones().is_multiple_of(2))
+}
+
+fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
+    (0..length).map(|index| (bits >> (index / 3)) as i32 & 1).collect()
+}
+
+impl World {
+    pub(crate) fn new(num_blocks: usize, block_size: usize, num_batches: usize) -> Self {
+        let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
+        let run = |_| Run {
+            batch: Batch::new(&pool, ROWS, MOST_TOKENS).unwrap(),
+            flights: VecDeque::new(),
+            mirror: vec![vec![0; MOST_TOKENS.div_ceil(block_size)]; ROWS],
+        };
+        let runs = (0..num_batches).map(run).collect();
+        let memory = vec![0; pool.num_physical_blocks() * block_size];
+        Self { pool, runs, lives: Vec::new(), ended: Vec::new(), memory, next_id: 0 }
+    }
+
+    fn live(&self, pick: usize) -> Option<usize> {
+        (!self.lives.is_empty()).then(|| pick % self.lives.len())
+    }
+
+    /// A refused call changes nothing.
+    fn attempt<T>(&self, result: Result<T>, before: [usize; 4]) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(
+                Error::OutOfBlocks { .. }
+                | Error::PlanInFlight(_)
+                | Error::BatchFull { .. }
+                | Error::Argument(_),
+            ) => {
+                assert_eq!(self.counts(), before, "a refused call changed the pool");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn counts(&self) -> [usize; 4] {
+        let pool = &self.pool;
+        [pool.num_blank(), pool.num_idle(), pool.num_referenced(), pool.num_quarantined()]
+    }
+
+    pub(crate) fn apply(&mut self, op: &Op) {
+        let before = self.counts();
+        let num_batches = self.runs.len();
+        match *op {
+            Op::Admit { batch, length, bits, kind } => {
+                let tenant = u64::from(kind == 7);
+                let mut context = Context::default();
+                context.tenant = tenant.to_string();
+                let tokens = bit_tokens(length, bits);
+                let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
+                self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
+                self.next_id += 1;
+                self.admit(self.lives.len() - 1, batch % num_batches);
+            }
+            Op::Readmit { pick, batch } => {
+                if let Some(index) = self.live(pick).filter(|index| self.lives[*index].place.is_none()) {
+                    self.admit(index, batch % num_batches);
+                }
+            }
+            Op::Extend { pick, length, bits } => {
+                if let Some(index) = self.live(pick) {
+                    let tokens = bit_tokens(length, bits);
+                    let new = NewTokens::Known(&tokens, &[]);
+                    self.attempt(self.lives[index].sequence.extend(new), before);
+                }
+            }
+            Op::Unknown { pick, length } => {
+                if let Some(index) = self.live(pick) {
+                    self.attempt(self.lives[index].sequence.extend(NewTokens::Unknown(length)), before);
+                }
+            }
+            Op::Resolve { pick, length } => self.resolve(pick, length),
+            Op::Plan { batch, budget, partial, cap, skip } => {
+                self.plan(batch % num_batches, budget, partial, cap, skip);
+            }
+            Op::Execute { batch } => self.execute(batch % num_batches),
+            Op::Commit { batch, bits } => self.commit(batch % num_batches, bits),
+            Op::Rollback { batch } => self.rollback(batch % num_batches),
+            Op::Drop { batch, pick } => {
+                let run = batch % num_batches;
+                let in_flight = self.runs[run].flights.len();
+                if in_flight > 0 {
+                    self.runs[run].flights[pick % in_flight].plan = None;
+                    self.note_dropped(run);
+                }
+            }
+            Op::Sample { pick } => self.sample(pick),
+            Op::Truncate { pick, keep } => {
+                if let Some(index) = self.live(pick) {
+                    let result = self.lives[index].sequence.truncate(keep);
+                    if self.attempt(result, before).is_some() {
+                        self.note_cut(self.lives[index].id, keep);
+                    }
+                }
+            }
+            Op::Fork { pick } => {
+                if let Some(index) = self.live(pick) {
+                    let parent = &self.lives[index];
+                    if let Some(sequence) = self.attempt(parent.sequence.fork(), before) {
+                        let tenant = parent.tenant;
+                        self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
+                        self.next_id += 1;
+                    }
+                }
+            }
+            Op::Remove { pick, preempt } => self.remove(pick, preempt),
+            Op::Free { pick } => {
+                if let Some(index) = self.live(pick) {
+                    let live = self.lives.swap_remove(index);
+                    live.sequence.free().unwrap();
+                    for row in self.flight_rows(live.id) {
+                        (row.counts, row.open) = (false, false);
+                    }
+                }
+            }
+            Op::Discard { pick, before: position } => {
+                if let Some(index) = self.live(pick) {
+                    self.attempt(self.lives[index].sequence.discard_before(position), before);
+                }
+            }
+            Op::Reorder { batch, parent, row } => self.reorder(batch % num_batches, parent, row),
+            Op::Scribble { blocks } => {
+                if let Some(blocks) = self.attempt(self.pool.allocate(blocks), before) {
+                    let size = self.pool.block_size();
+                    for block in &blocks {
+                        self.memory[block.as_i32() as usize * size..][..size].fill(13);
+                    }
+                    self.pool.release(&blocks).unwrap();
+                }
+            }
+            Op::Reset => {
+                self.pool.reset_prefix_cache();
+            }
+        }
+        let [blank, idle, referenced, quarantined] = self.counts();
+        assert_eq!(blank + idle + referenced + quarantined, self.pool.num_blocks());
+        self.pool.audit().unwrap();
+        self.check_memory();
+    }
+
+    fn admit(&mut self, index: usize, run: usize) {
+        let result = self.runs[run].batch.add(&self.lives[index].sequence);
+        if let Some(row) = self.attempt(result, self.counts()) {
+            self.lives[index].place = Some((run, row));
+        }
+    }
+
+    fn remove(&mut self, pick: usize, preempt: bool) {
+        let Some(index) = self.live(pick) else { return };
+        let Some((run, row)) = self.lives[index].place.take() else { return };
+        let batch = &self.runs[run].batch;
+        self.lives[index].sequence = if preempt { batch.preempt(row) } else { batch.remove(row) }.unwrap();
+        if preempt {
+            self.flight_rows(self.lives[index].id).for_each(|row| row.counts = false);
+        }
+    }
+
+    fn reorder(&mut self, run: usize, parent: usize, row: usize) {
+        let rows = self.runs[run].batch.rows().unwrap();
+        if rows.is_empty() {
+            return;
+        }
+        let (parent, row) = (rows[parent % rows.len()], rows[row % rows.len()]);
+        let result = self.runs[run].batch.reorder(&[parent], Some(&[row]));
+        if self.attempt(result, self.counts()).is_some() && parent != row {
+            let at = |row| self.lives.iter().position(|live| live.place == Some((run, row))).unwrap();
+            let (parent, child) = (at(parent), at(row));
+            self.lives[child].tenant = self.lives[parent].tenant;
+            self.flight_rows(self.lives[child].id).for_each(|row| row.open = false);
+        }
+    }
+
+    fn resolve(&mut self, pick: usize, length: usize) {
+        let Some(index) = self.live(pick) else { return };
+        let live = &self.lives[index];
+        let tokens = live.sequence.token_ids().unwrap();
+        let history = history(live.tenant, &tokens);
+        let unknown = tokens.iter().enumerate().filter(|(_, token)| **token == UNKNOWN_TOKEN);
+        let told = unknown.map(|(position, _)| sampled(before(live.tenant, &history, position)));
+        live.sequence.resolve(&told.take(length).collect::<Vec<_>>()).unwrap();
+    }
+
+    fn plan(&mut self, run: usize, budget: usize, partial: bool, cap: usize, skip: usize) {
+        let rows = self.runs[run].batch.rows().unwrap();
+        let rows: Vec<_> = rows.into_iter().filter(|row| *row != skip).collect();
+        let request = PlanRequest {
+            max_tokens: (budget > 0).then_some(budget),
+            partial,
+            rows: Some(&rows),
+            num_tokens: if cap == 0 { TokenCaps::None } else { TokenCaps::Same(cap) },
+        };
+        let missing = self.runs[run].batch.shortfall(&request).unwrap();
+        let result = self.runs[run].batch.plan(&request);
+        assert!(partial || result.is_ok() == (missing == 0), "shortfall {missing}");
+        let Some(plan) = self.attempt(result, self.counts()) else { return };
+        let arrays = Arc::clone(plan.arrays());
+        let rows = (0..arrays.rows().len()).map(|index| self.flight_row(run, &arrays, index)).collect();
+        let mirror = &mut self.runs[run].mirror;
+        for &[row, index, block] in arrays.table_updates() {
+            mirror[row as usize][index as usize] = block;
+        }
+        let (cells, width, stride) = arrays.block_table();
+        for (index, row) in arrays.rows().iter().enumerate() {
+            let blocks = (arrays.seq_lens()[index] as usize).div_ceil(self.pool.block_size());
+            assert_eq!(
+                mirror[*row as usize][..blocks],
+                cells[index * stride..][..blocks],
+                "mirror of row {row}"
+            );
+            assert!(cells[index * stride..][blocks..width].iter().all(|cell| *cell == 0), "padding");
+        }
+        self.runs[run].flights.push_back(Flight { plan: Some(plan), arrays, rows, executed: false });
+    }
+
+    fn flight_row(&self, run: usize, arrays: &PlanArrays, index: usize) -> FlightRow {
+        let row = arrays.rows()[index] as usize;
+        let live = self.lives.iter().find(|live| live.place == Some((run, row))).unwrap();
+        let stop = arrays.seq_lens()[index] as usize;
+        let first = arrays.query_start_loc()[index] as usize;
+        let history = history(live.tenant, &live.sequence.token_ids().unwrap()[..stop]);
+        FlightRow {
+            id: live.id,
+            tenant: live.tenant,
+            history,
+            start: arrays.positions()[first] as usize,
+            stop,
+            samples: arrays.logits_rows().contains(&(row as i32)),
+            counts: true,
+            open: true,
+            voided: false,
+            told: false,
+        }
+    }
+}
+
+/// What the slots of these tokens are to hold.
+fn history(tenant: u64, tokens: &[i32]) -> Vec<u64> {
+    let next = |previous: &mut u64, token: &i32| {
+        *previous = follow(*previous, *token);
+        Some(*previous)
+    };
+    tokens.iter().scan(tenant, next).collect()
+}
+
+fn before(tenant: u64, history: &[u64], position: usize) -> u64 {
+    if position == 0 { tenant } else { history[position - 1] }
+}
