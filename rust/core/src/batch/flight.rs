@@ -224,14 +224,16 @@ impl BatchState {
             });
             positions.push(position.transpose()?.flatten());
         }
-        for ((step, position), token) in sampling().zip(&positions).zip(token_ids) {
-            if let Some(position) = position {
+        let mut taken = Vec::with_capacity(token_ids.len());
+        for ((step, position), token) in sampling().zip(positions).zip(token_ids) {
+            let taken_there = position.and_then(|position| {
                 self.with_sequence(step.row, step.sequence, |state, _| {
-                    state.take_sampled(serial, ended, *position, *token);
-                });
-            }
+                    state.take_sampled(serial, ended, position, *token)
+                })
+            });
+            taken.push(taken_there.unwrap_or(false));
         }
-        Ok(positions.iter().map(Option::is_some).collect())
+        Ok(taken)
     }
 }
 

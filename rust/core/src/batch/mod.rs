@@ -253,6 +253,13 @@ impl std::fmt::Debug for Batch {
     }
 }
 
+impl Drop for BatchState {
+    /// Plans may be left whose handles were dropped while another thread was at work on the batch.
+    fn drop(&mut self) {
+        self.roll_back_dropped();
+    }
+}
+
 impl BatchState {
     fn check_growth(&mut self, rows: &[usize]) -> Result<()> {
         self.rows.check_distinct(rows)?;

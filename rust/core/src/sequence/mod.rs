@@ -217,7 +217,9 @@ impl Sequence {
         if let Place::Running(home, row) = &*place {
             home.vacate(*row)?;
         }
-        *place = Place::Freed;
+        let freed = std::mem::replace(&mut *place, Place::Freed);
+        drop(place);
+        drop(freed); // perhaps the last handle to the batch, whose plans may look for the sequence
         Ok(())
     }
 

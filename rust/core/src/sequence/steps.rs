@@ -142,13 +142,18 @@ impl SequenceState {
         (takes && !told).then_some(stop)
     }
 
-    /// Take the token sampled by a plan, at its `sampled_position`.
-    pub(crate) fn take_sampled(&mut self, serial: u64, ended: bool, position: usize, token: i32) {
+    /// Take the token sampled by a plan, at its `sampled_position`; false if that is another by now, since a
+    /// sequence that left the batch may be changed by another thread.
+    pub(crate) fn take_sampled(&mut self, serial: u64, ended: bool, position: usize, token: i32) -> bool {
+        if self.sampled_position(serial) != Some(position) {
+            return false;
+        }
         if ended {
             self.steps.close(serial);
         } else if let Some(step) = self.steps.open(serial) {
             step.told = true;
         }
         self.tell(position, token);
+        true
     }
 }

@@ -1,0 +1,387 @@
+//! Rows and plans: turns, drops, drafts, rows that were taken again, arrays that stay.
+#![expect(clippy::unwrap_used, reason = "these are tests")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::assert_all_free;
+use kvfolio::{
+    Batch, BlockPool, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, Sequence, TokenCaps,
+};
+
+fn setup(num_blocks: usize, block_size: usize) -> (BlockPool, Batch) {
+    let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
+    let batch = Batch::new(&pool, 4, 64).unwrap();
+    (pool, batch)
+}
+
+fn sequence(pool: &BlockPool, tokens: &[i32]) -> Sequence {
+    pool.sequence(tokens, &Context::default(), true, true).unwrap()
+}
+
+fn plan(batch: &Batch) -> Plan {
+    batch.plan(&PlanRequest::default()).unwrap()
+}
+
+fn plan_at_most(batch: &Batch, num_tokens: usize) -> Plan {
+    batch.plan(&PlanRequest { num_tokens: TokenCaps::Same(num_tokens), ..PlanRequest::default() }).unwrap()
+}
+
+fn counts(pool: &BlockPool) -> [usize; 4] {
+    pool.audit().unwrap();
+    [pool.num_blank(), pool.num_idle(), pool.num_referenced(), pool.num_quarantined()]
+}
+
+fn ids(sequence: &Sequence) -> Vec<i32> {
+    sequence.blocks().unwrap().iter().map(|block| block.as_i32()).collect()
+}
+
+#[test]
+fn plans_end_in_the_order_they_were_made_and_once() {
+    let (pool, batch) = setup(8, 2);
+    let one = sequence(&pool, &[1, 2, 3, 4, 5]);
+    batch.add(&one).unwrap();
+    let (first, second) = (plan_at_most(&batch, 2), plan_at_most(&batch, 2));
+    assert!(matches!(second.commit(None), Err(Error::PlanInFlight(_))));
+    assert!(matches!(second.rollback(), Err(Error::PlanInFlight(_))));
+    assert!(matches!(first.commit(Some(&[3])), Err(Error::Argument(_))));
+    assert!(matches!(first.commit(Some(&[])), Err(Error::Argument(_))));
+    first.commit(None).unwrap();
+    assert!(matches!(first.commit(None), Err(Error::StaleHandle(_))));
+    assert!(matches!(first.rollback(), Err(Error::StaleHandle(_))));
+    second.rollback().unwrap();
+    assert_eq!((one.num_computed().unwrap(), ids(&one).len()), (2, 1));
+    one.free().unwrap();
+    assert_eq!(counts(&pool), [7, 1, 0, 0]);
+}
+
+#[test]
+fn dropped_plans_are_rolled_back_when_their_turn_comes() {
+    let (pool, batch) = setup(8, 2);
+    let one = sequence(&pool, &[1, 2, 3, 4, 5, 6]);
+    batch.add(&one).unwrap();
+    let plans: Vec<_> = (0..3).map(|_| plan_at_most(&batch, 2)).collect();
+    let [first, second, third]: [Plan; 3] = plans.try_into().ok().unwrap();
+    drop(second);
+    assert_eq!(counts(&pool), [5, 0, 3, 0]);
+    first.commit(None).unwrap(); // the second goes with it, and voids the third
+    assert_eq!(counts(&pool), [5, 0, 1, 2]);
+    assert_eq!((one.num_computed().unwrap(), ids(&one).len()), (2, 1));
+    assert_eq!(third.extend(&[9]).unwrap(), [false]);
+    third.commit(None).unwrap();
+    assert_eq!((counts(&pool), one.num_computed().unwrap()), ([7, 0, 1, 0], 2));
+}
+
+#[test]
+fn refused_drafts_take_back_what_later_plans_built_on_them() {
+    let (pool, batch) = setup(8, 2);
+    let (one, other) = (sequence(&pool, &[1, 2, 3, 4, 5]), sequence(&pool, &[7]));
+    batch.add(&one).unwrap();
+    batch.add(&other).unwrap();
+    let first = plan_at_most(&batch, 4);
+    batch.extend(&[1], &[8]).unwrap();
+    let second = plan(&batch);
+    let third = {
+        batch.extend(&[0, 1], &[6, 9]).unwrap();
+        plan(&batch)
+    };
+    assert_eq!(second.arrays().rows(), [0, 1]);
+    first.commit(Some(&[3, 1])).unwrap();
+    assert_eq!((one.token_ids().unwrap(), one.num_computed().unwrap()), (vec![1, 2, 3], 3));
+    assert_eq!(ids(&one).len(), 2);
+    assert_eq!(counts(&pool), [3, 0, 4, 1]);
+    // The token behind the accepted ones was sampled in the second plan's stead.
+    assert_eq!(second.extend(&[4, 9]).unwrap(), [false, false]);
+    batch.extend(&[0], &[4]).unwrap();
+    let fourth = plan(&batch);
+    second.commit(None).unwrap();
+    third.commit(None).unwrap();
+    assert_eq!(other.num_computed().unwrap(), 3);
+    assert_eq!(one.num_computed().unwrap(), 3);
+    fourth.commit(None).unwrap();
+    assert_eq!(fourth.extend(&[5]).unwrap(), [true]);
+    assert_eq!(one.token_ids().unwrap(), [1, 2, 3, 4, 5]);
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
+    drop((one, other, batch));
+    drop((first, second, third, fourth));
+    assert_all_free(&pool);
+}
+
+#[test]
+fn accepted_tokens_are_sampled_behind() {
+    let (pool, batch) = setup(8, 2);
+    let one = sequence(&pool, &[1, 2, 3, 4]);
+    batch.add(&one).unwrap();
+    let step = plan(&batch);
+    step.commit(Some(&[2])).unwrap();
+    assert_eq!(step.extend(&[7]).unwrap(), [true]);
+    assert_eq!(step.extend(&[8]).unwrap(), [false]);
+    assert_eq!(one.token_ids().unwrap(), [1, 2, 7]);
+}
+
+#[test]
+fn drafts_of_a_row_that_was_preempted_are_no_tokens() {
+    let (pool, batch) = setup(8, 2);
+    let one = sequence(&pool, &[1, 2, 3, 4, 5]);
+    batch.add(&one).unwrap();
+    let step = plan(&batch);
+    let one = { batch.preempt(0).unwrap() };
+    assert_eq!(counts(&pool), [5, 0, 0, 3]);
+    batch.add(&one).unwrap();
+    let again = plan_at_most(&batch, 4);
+    step.commit(Some(&[2])).unwrap();
+    assert_eq!((one.token_ids().unwrap(), ids(&one).len()), (vec![1, 2], 0));
+    again.commit(None).unwrap();
+    assert_eq!(counts(&pool), [8, 0, 0, 0]);
+}
+
+#[test]
+fn a_rolled_back_copy_is_undone() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    let fork = one.fork().unwrap();
+    let before = (counts(&pool), ids(&one));
+    batch.extend(&[0], &[3]).unwrap();
+    let first = plan(&batch);
+    let copy = first.arrays().copies()[0];
+    assert_eq!((copy[0], copy[1] == ids(&one)[0]), (before.1[0], true));
+    batch.extend(&[0], &[4]).unwrap();
+    let second = plan(&batch);
+    assert_eq!(second.arrays().copies(), [[0; 2]; 0]);
+    drop(fork);
+    assert_eq!(counts(&pool), [6, 0, 1, 1]); // the source stays until the copy is done
+    first.rollback().unwrap();
+    second.commit(None).unwrap();
+    assert_eq!((counts(&pool), ids(&one)), ([7, 0, 1, 0], before.1));
+}
+
+#[test]
+fn a_rollback_of_several_copies_voids_the_latest_first() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    let source = one.blocks().unwrap()[0];
+    let table = {
+        pool.share(&[source]).unwrap();
+        pool.table_of(&[source], 3).unwrap()
+    };
+    batch.extend(&[0], &[4]).unwrap();
+    let first = plan(&batch);
+    batch.extend(&[0], &[5]).unwrap();
+    let middle = plan(&batch);
+    // Somebody takes the copy over in flight, so the next step copies again.
+    let target = one.blocks().unwrap()[1];
+    pool.share(&[target]).unwrap();
+    batch.extend(&[0], &[6]).unwrap();
+    let last = plan(&batch);
+    assert_eq!((first.arrays().copies().len(), last.arrays().copies().len()), (1, 1));
+    first.rollback().unwrap();
+    assert_eq!(one.blocks().unwrap(), [source]);
+    pool.audit().unwrap();
+    middle.commit(None).unwrap();
+    last.commit(None).unwrap();
+    pool.release(&[target]).unwrap();
+    drop((table, one, batch, first, middle, last));
+    assert_all_free(&pool);
+}
+
+#[test]
+fn a_token_never_goes_to_the_new_owner_of_a_row() {
+    let (pool, batch) = setup(16, 2);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    let step = plan(&batch);
+    let one = batch.remove(0).unwrap();
+    let other = sequence(&pool, &[4, 5]);
+    assert_eq!(batch.add(&other).unwrap(), 0);
+    assert!(matches!(batch.add(&one), Err(Error::PlanInFlight(_))));
+    let elsewhere = Batch::new(&pool, 1, 64).unwrap();
+    assert!(matches!(elsewhere.add(&one), Err(Error::PlanInFlight(_))));
+    assert!(matches!(one.truncate(1), Err(Error::PlanInFlight(_))));
+    step.commit(None).unwrap();
+    assert_eq!(elsewhere.add(&one).unwrap(), 0);
+    assert_eq!(step.extend(&[9]).unwrap(), [true]); // found where it is now
+    assert_eq!((one.token_ids().unwrap(), other.token_ids().unwrap()), (vec![1, 2, 3, 9], vec![4, 5]));
+    let step = plan(&batch);
+    step.commit(None).unwrap();
+    other.free().unwrap();
+    batch.add(&sequence(&pool, &[4, 5])).unwrap();
+    assert_eq!(step.extend(&[9]).unwrap(), [false]);
+}
+
+#[test]
+fn a_token_is_passed_over_where_the_batch_knows_another() {
+    let (pool, batch) = setup(16, 2);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    let first = plan(&batch);
+    batch.extend_unknown(&[0]).unwrap();
+    let second = plan(&batch);
+    assert_eq!(second.arrays().token_ids(), [-1]);
+    first.commit(None).unwrap();
+    second.commit(None).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 2);
+    one.extend(NewTokens::Known(&[5], &[])).unwrap();
+    assert_eq!(second.extend(&[6]).unwrap(), [false]);
+    assert_eq!(first.extend(&[4]).unwrap(), [true]);
+    assert_eq!(one.token_ids().unwrap(), [1, 2, 3, 4, 5]);
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
+}
+
+#[test]
+fn nothing_computed_before_a_reset_is_published_after_it() {
+    let (pool, batch) = setup(16, 2);
+    let (one, other) = (sequence(&pool, &[1, 2, 3, 4]), sequence(&pool, &[1, 2, 3, 4]));
+    batch.add(&one).unwrap();
+    let step = plan(&batch);
+    pool.reset_prefix_cache();
+    step.commit(None).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
+    batch.add(&other).unwrap();
+    plan(&batch).commit(None).unwrap();
+    assert_eq!((other.num_cached().unwrap(), ids(&one) == ids(&other)), (0, false));
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
+}
+
+#[test]
+fn a_published_block_that_is_written_is_found_no_more() {
+    let (pool, batch) = setup(16, 4);
+    let one = sequence(&pool, &[1, 2, 3, 4]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    one.truncate(3).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
+    batch.extend(&[0], &[5]).unwrap();
+    let step = plan(&batch);
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
+    assert_eq!((counts(&pool), step.arrays().copies().len()), ([15, 0, 1, 0], 0));
+}
+
+#[test]
+fn a_refused_plan_leaves_published_blocks_findable() {
+    let (pool, batch) = setup(3, 4);
+    let one = sequence(&pool, &[1, 2, 3, 4]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    one.truncate(3).unwrap();
+    let mut table = pool.table_of(&pool.allocate(1).unwrap(), 4).unwrap();
+    pool.share(&one.blocks().unwrap()).unwrap();
+    let mut writer = pool.table_of(&one.blocks().unwrap(), 3).unwrap();
+    drop(batch.preempt(0).unwrap()); // the writer is the block's sole user now
+    for n in [9, 100] {
+        assert!(matches!(writer.append(n), Err(Error::OutOfBlocks { .. })));
+        assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
+        pool.audit().unwrap();
+    }
+    writer.append(1).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
+    table.append(1).unwrap();
+    drop((table, writer));
+    assert_all_free(&pool);
+}
+
+#[test]
+fn the_least_recently_released_and_deepest_block_goes_first() {
+    let (pool, batch) = setup(8, 2);
+    let context = Context::default();
+    let prompts = [[1, 2, 3, 4, 0], [5, 6, 7, 8, 0], [1, 2, 9, 9, 0]];
+    for tokens in &prompts {
+        let one = sequence(&pool, tokens);
+        batch.add(&one).unwrap();
+        plan(&batch).commit(None).unwrap();
+        one.free().unwrap();
+    }
+    let found = || prompts.map(|tokens| pool.match_prefix(&tokens, &context).unwrap());
+    assert_eq!((pool.num_idle(), found()), (5, [4, 4, 4]));
+    let taken = pool.allocate(3).unwrap();
+    for found_then in [[2, 4, 4], [2, 2, 4], [2, 0, 4], [2, 0, 2], [0, 0, 0]] {
+        pool.allocate(1).unwrap();
+        assert_eq!(found(), found_then);
+    }
+    drop(taken);
+}
+
+#[test]
+fn a_failed_plan_leaves_the_order_of_eviction() {
+    let (pool, batch) = setup(4, 2);
+    for tokens in [[1, 2, 0], [3, 4, 0]] {
+        let one = sequence(&pool, &tokens);
+        batch.add(&one).unwrap();
+        plan(&batch).commit(None).unwrap();
+        one.free().unwrap();
+    }
+    let held = pool.allocate(2).unwrap();
+    // The first finds its prefix again, but there is no room for the rest.
+    let large = sequence(&pool, &[1, 2, 0, 0, 0, 0]);
+    assert_eq!(pool.blocks_needed(&large).unwrap(), 3);
+    batch.add(&large).unwrap();
+    assert_eq!(large.num_cached().unwrap(), 2);
+    assert!(matches!(
+        batch.plan(&PlanRequest::default()),
+        Err(Error::OutOfBlocks { needed: 2, free: 1, .. })
+    ));
+    assert_eq!(batch.shortfall(&PlanRequest::default()).unwrap(), 1);
+    batch.preempt(0).unwrap();
+    pool.allocate(1).unwrap();
+    let found = [[1, 2], [3, 4]].map(|tokens| pool.match_prefix(&tokens, &Context::default()).unwrap());
+    assert_eq!(found, [2, 0]);
+    drop(held);
+}
+
+/// All arrays, copied.
+fn copy(arrays: &PlanArrays) -> (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>) {
+    let (cells, width, stride) = arrays.block_table();
+    let table: Vec<_> = (0..arrays.rows().len()).map(|row| cells[row * stride..][..width].to_vec()).collect();
+    let csr = arrays.csr(2);
+    let rows = csr.indptr.windows(2).map(|ends| csr.indices[ends[0] as usize..ends[1] as usize].to_vec());
+    let numbers = [arrays.rows(), arrays.token_ids(), arrays.seq_lens(), arrays.last_page_len()].concat();
+    let places = [arrays.positions(), arrays.slot_mapping(), arrays.logits_indices()].concat();
+    (numbers, places, table, rows.collect())
+}
+
+#[test]
+fn arrays_stay_as_they_are_and_csr_says_the_same() {
+    let (pool, batch) = setup(40, 2);
+    let mut held: Vec<(Arc<PlanArrays>, _)> = Vec::new();
+    for step in 0..130 {
+        let rows = batch.rows().unwrap();
+        if rows.len() < 4 && step % 3 != 1 {
+            batch.add(&sequence(&pool, &[step, 1, 2, 3, 4, 5, 6][..1 + step as usize % 7])).unwrap();
+        }
+        for row in batch.rows().unwrap() {
+            if (step as usize + row).is_multiple_of(9) {
+                batch.preempt(row).unwrap();
+            } else {
+                batch.extend(&[row], &[step]).unwrap();
+            }
+        }
+        let skipped = step as usize % 4;
+        let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skipped).collect();
+        let request = PlanRequest { rows: Some(&rows), partial: true, ..PlanRequest::default() };
+        let plan = batch.plan(&request).unwrap();
+        let arrays = Arc::clone(plan.arrays());
+        let copied = copy(&arrays);
+        for (row, pages) in copied.2.iter().zip(&copied.3) {
+            assert_eq!(row[..pages.len()], pages[..], "csr");
+            assert!(row[pages.len()..].iter().all(|cell| *cell == 0) && !pages.contains(&0), "padding");
+        }
+        for (index, length) in arrays.seq_lens().iter().enumerate() {
+            let last = arrays.query_start_loc()[index + 1] as usize - 1;
+            let pages = &copied.3[index];
+            assert_eq!(pages.len(), (*length as usize).div_ceil(2));
+            let slot = i64::from(pages[pages.len() - 1]) * 2 + i64::from(arrays.last_page_len()[index]) - 1;
+            assert_eq!(arrays.slot_mapping()[last], slot);
+        }
+        if step < 12 {
+            held.push((arrays, copied));
+        }
+        plan.commit(None).unwrap();
+    }
+    for (arrays, copied) in &held {
+        assert_eq!(&copy(arrays), copied);
+    }
+}
