@@ -19,6 +19,7 @@ from kvfolio._native import (
 from kvfolio.errors import (
     BatchFull,
     ConcurrentUse,
+    CopiesNotApplied,
     CorruptPool,
     InvalidBlock,
     KVFolioError,
@@ -37,6 +38,7 @@ __all__ = [
     "BlockTable",
     "ConcurrentUse",
     "Context",
+    "CopiesNotApplied",
     "CorruptPool",
     "InvalidBlock",
     "KVCache",

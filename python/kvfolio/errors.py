@@ -55,3 +55,7 @@ class RefCountOverflow(KVFolioError, OverflowError):
 
 class CorruptPool(KVFolioError):
     """The audit found two records of one fact that disagree."""
+
+
+class CopiesNotApplied(KVFolioError, RuntimeError):
+    """A plan's copy-on-write is still to be done; what was asked for would come out wrong without it."""

@@ -5,43 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvfolio import _arrays, _checks, _native
 from kvfolio._arrays import Array
-
-
-class CopiesNotApplied(RuntimeError):  # noqa: N818 - named for what happened, as the errors of the pool are
-    """A plan's copy-on-write is still to be done; what was asked for would come out wrong without it."""
-
-
-class Pool(Protocol):
-    """What a cache needs of a `BlockPool`."""
-
-    @property
-    def num_physical_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-
-
-class Plan(Protocol):
-    """What a cache reads of a step: the arrays of a `Batch.plan`."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def block_table(self) -> NDArray[np.int32]: ...
-    @property
-    def seq_lens(self) -> NDArray[np.int32]: ...
-    @property
-    def query_start_loc(self) -> NDArray[np.int32]: ...
-    @property
-    def slot_mapping(self) -> NDArray[np.int64]: ...
-    @property
-    def copies(self) -> NDArray[np.int32]: ...
+from kvfolio._native import BlockPool, Plan
+from kvfolio.errors import CopiesNotApplied
 
 
 class KVCache:
@@ -87,7 +59,7 @@ class KVCache:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: BlockPool,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
@@ -113,7 +85,7 @@ class KVCache:
         self._adopt(pool, keys, values, name)
 
     @classmethod
-    def wrap(cls, pool: Pool, keys: Sequence[Array], values: Sequence[Array]) -> KVCache:
+    def wrap(cls, pool: BlockPool, keys: Sequence[Array], values: Sequence[Array]) -> KVCache:
         """A cache in memory that the caller owns.
 
         Parameters
@@ -153,14 +125,14 @@ class KVCache:
         cache._adopt(pool, keys, values, dtype)
         return cache
 
-    def _adopt(self, pool: Pool, keys: tuple[Array, ...], values: tuple[Array, ...], dtype: str) -> None:
+    def _adopt(self, pool: BlockPool, keys: tuple[Array, ...], values: tuple[Array, ...], dtype: str) -> None:
         self._pool, self._keys, self._values, self._dtype = pool, keys, values, dtype
         self._key_views = [_arrays.kernel_view("keys", key, dtype, 4) for key in keys]
         self._value_views = [_arrays.kernel_view("values", value, dtype, 4) for value in values]
         self._copied: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> BlockPool:
         """The pool whose blocks these are."""
         return self._pool
 
@@ -397,7 +369,7 @@ class KVCache:
         return _arrays.with_adjacent_rows(view)
 
 
-def _pool_shape(pool: Pool) -> tuple[int, int]:
+def _pool_shape(pool: BlockPool) -> tuple[int, int]:
     try:
         return int(pool.num_physical_blocks), int(pool.block_size)
     except AttributeError:

@@ -27,9 +27,7 @@ PLAN_ARRAYS = {
 
 
 def batch_of(pool, max_sequences=8, max_tokens_per_sequence=64):
-    return kv.Batch(
-        pool, max_sequences=max_sequences, max_tokens_per_sequence=max_tokens_per_sequence
-    )
+    return kv.Batch(pool, max_sequences=max_sequences, max_tokens_per_sequence=max_tokens_per_sequence)
 
 
 def compute(batch, seq):

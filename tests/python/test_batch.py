@@ -162,7 +162,9 @@ def test_reorder_of_chosen_rows_leaves_the_others(pool, batch):
     assert [seq.num_tokens for seq in seqs] == [1, 2, 1]
 
 
-@pytest.mark.parametrize(("parents", "rows"), [([0], [0, 1]), ([0, 1], [0]), ([0, 0], [1, 1]), ([3], [0]), ([0], [3])])
+@pytest.mark.parametrize(
+    ("parents", "rows"), [([0], [0, 1]), ([0, 1], [0]), ([0, 0], [1, 1]), ([3], [0]), ([0], [3])]
+)
 def test_reorder_refuses_what_does_not_fit_together(pool, batch, parents, rows):
     seqs = admit(pool, batch, 1, 2)
     with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match="row"):
@@ -183,7 +185,11 @@ def test_a_shortfall_is_what_a_plan_lacks(pool, batch):
     admit(pool, batch, 20, 20)
     pool.allocate(9)
     assert (batch.shortfall(), batch.shortfall(28), batch.shortfall(29)) == (3, 0, 1)
-    assert (batch.shortfall(rows=[0]), batch.shortfall(num_tokens=16), batch.shortfall(num_tokens=[12, 17])) == (0, 1, 1)
+    assert (
+        batch.shortfall(rows=[0]),
+        batch.shortfall(num_tokens=16),
+        batch.shortfall(num_tokens=[12, 17]),
+    ) == (0, 1, 1)
     with pytest.raises(kv.OutOfBlocks) as refusal:
         batch.plan()
     assert (refusal.value.needed, refusal.value.free, refusal.value.ever_fits) == (10, 7, True)

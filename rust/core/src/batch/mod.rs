@@ -276,7 +276,8 @@ impl BatchState {
             self.departed.clear();
             return;
         }
-        if self.departed.len() >= 2 * self.rows.capacity() {
+        if self.departed.len() == self.departed.capacity() {
+            // Instead of growing, if that helps.
             self.departed.retain(|_, cell| cell.strong_count() > 0);
         }
         self.departed.insert(serial, Arc::downgrade(cell));
@@ -299,13 +300,5 @@ impl BatchState {
         }
         let cell = self.departed.get(&serial)?.upgrade()?;
         Sequence::of_cell(cell).with_waiting(work)
-    }
-}
-
-impl Drop for BatchState {
-    /// No plan has a handle any more, or that would keep the batch; those which could not be rolled back when
-    /// theirs was dropped still hold blocks.
-    fn drop(&mut self) {
-        self.roll_back_dropped();
     }
 }
