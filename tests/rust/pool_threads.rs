@@ -294,3 +294,22 @@ fn a_plan_that_is_dropped_while_its_batch_is_busy_gives_everything_back() {
     }
     assert_all_free(&pool);
 }
+
+#[test]
+fn a_reset_that_comes_during_a_commit_forgets_what_it_publishes() {
+    let pool = BlockPool::new(64, 2, true).unwrap();
+    let batch = Batch::new(&pool, 1, 100).unwrap();
+    let tokens: Vec<_> = (0..64).collect();
+    for _ in 0..ROUNDS / 4 {
+        let one = sequence(&pool, &tokens);
+        batch.add(&one).unwrap();
+        let plan = batch.plan(&PlanRequest::default()).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| pool.reset_prefix_cache());
+            plan.commit(None).unwrap();
+        });
+        assert_eq!(pool.match_prefix(&tokens, &Context::default()).unwrap(), 0);
+        one.free().unwrap();
+    }
+    assert_all_free(&pool);
+}

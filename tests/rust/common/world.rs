@@ -333,7 +333,10 @@ impl World {
         }
         let (cells, width, stride) = arrays.block_table();
         for (index, row) in arrays.rows().iter().enumerate() {
-            let blocks = (arrays.seq_lens()[index] as usize).div_ceil(self.pool.block_size());
+            let live = self.lives.iter().find(|live| live.place == Some((run, *row as usize))).unwrap();
+            let own: Vec<_> = live.sequence.blocks().unwrap().iter().map(|block| block.as_i32()).collect();
+            let blocks = own.len();
+            assert_eq!(own, cells[index * stride..][..blocks], "table of row {row}");
             assert_eq!(
                 mirror[*row as usize][..blocks],
                 cells[index * stride..][..blocks],
