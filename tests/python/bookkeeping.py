@@ -2,9 +2,8 @@
 
 import contextlib
 
-import numpy as np
-
 import kvfolio as kv
+import numpy as np
 
 PLAN_ARRAYS = {
     "rows": np.int32,
@@ -27,9 +26,7 @@ PLAN_ARRAYS = {
 
 
 def batch_of(pool, max_sequences=8, max_tokens_per_sequence=64):
-    return kv.Batch(
-        pool, max_sequences=max_sequences, max_tokens_per_sequence=max_tokens_per_sequence
-    )
+    return kv.Batch(pool, max_sequences=max_sequences, max_tokens_per_sequence=max_tokens_per_sequence)
 
 
 def compute(batch, seq):

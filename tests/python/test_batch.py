@@ -1,9 +1,8 @@
 import gc
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import batch_of, compute, counts, publish, unchanged
 
 
@@ -87,10 +86,10 @@ def test_an_object_may_be_admitted_again(pool, batch):
 def test_only_rows_that_are_taken_can_be_left(pool, batch, verb):
     admit(pool, batch, 1)
     for row in (1, 3):
-        with unchanged(pool, batch), pytest.raises(ValueError, match=f"row .*{row}, which is empty"):
+        with unchanged(pool, batch), pytest.raises(ValueError, match=rf"row .*{row}, which is empty"):
             getattr(batch, verb)(row)
     for row in (4, 2**31):
-        with unchanged(pool, batch), pytest.raises(ValueError, match=f"row .* 3, not {row}"):
+        with unchanged(pool, batch), pytest.raises(ValueError, match=rf"row .* 3, not {row}"):
             getattr(batch, verb)(row)
 
 
@@ -116,7 +115,7 @@ def test_extend_is_all_or_nothing(pool, batch, rows):
 
 def test_extend_takes_one_token_a_row(pool, batch):
     seqs = admit(pool, batch, 1, 1)
-    with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match="token_ids .* 2 in all, not 1"):
+    with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match=r"token_ids .* 2 in all, not 1"):
         batch.extend([0, 1], [1])
 
 
@@ -162,7 +161,9 @@ def test_reorder_of_chosen_rows_leaves_the_others(pool, batch):
     assert [seq.num_tokens for seq in seqs] == [1, 2, 1]
 
 
-@pytest.mark.parametrize(("parents", "rows"), [([0], [0, 1]), ([0, 1], [0]), ([0, 0], [1, 1]), ([3], [0]), ([0], [3])])
+@pytest.mark.parametrize(
+    ("parents", "rows"), [([0], [0, 1]), ([0, 1], [0]), ([0, 0], [1, 1]), ([3], [0]), ([0], [3])]
+)
 def test_reorder_refuses_what_does_not_fit_together(pool, batch, parents, rows):
     seqs = admit(pool, batch, 1, 2)
     with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match="row"):
@@ -183,7 +184,11 @@ def test_a_shortfall_is_what_a_plan_lacks(pool, batch):
     admit(pool, batch, 20, 20)
     pool.allocate(9)
     assert (batch.shortfall(), batch.shortfall(28), batch.shortfall(29)) == (3, 0, 1)
-    assert (batch.shortfall(rows=[0]), batch.shortfall(num_tokens=16), batch.shortfall(num_tokens=[12, 17])) == (0, 1, 1)
+    assert (
+        batch.shortfall(rows=[0]),
+        batch.shortfall(num_tokens=16),
+        batch.shortfall(num_tokens=[12, 17]),
+    ) == (0, 1, 1)
     with pytest.raises(kv.OutOfBlocks) as refusal:
         batch.plan()
     assert (refusal.value.needed, refusal.value.free, refusal.value.ever_fits) == (10, 7, True)
