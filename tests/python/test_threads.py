@@ -1,5 +1,6 @@
 """Threads, processes and the garbage collector."""
 
+import contextlib
 import gc
 import os
 import queue
@@ -11,9 +12,8 @@ import threading
 import warnings
 import weakref
 
-import pytest
-
 import kvfolio as kv
+import pytest
 from bookkeeping import batch_of, compute, counts, publish
 
 
@@ -124,11 +124,11 @@ def test_a_second_thread_is_told_or_served(shared):
     pool = kv.BlockPool(4096, 4)
     table, seq, batch = pool.table(), pool.sequence([]), batch_of(pool, 2, 2**20)
     batch.add(seq)
-    told = []
 
     def use():
         for _ in range(300):
-            try:
+            # Besides: the table was cut, or the plan ended, by the other one.
+            with contextlib.suppress(kv.ConcurrentUse, kv.PlanInFlight, kv.StaleHandle):
                 if shared == "table":
                     table.append(5)
                     table.truncate(0)
@@ -137,10 +137,6 @@ def test_a_second_thread_is_told_or_served(shared):
                 else:
                     batch.extend([0], [1])
                     batch.plan().commit()
-            except (kv.ConcurrentUse, kv.PlanInFlight) as error:
-                told.append(error)
-            except ValueError as error:  # the other one has cut the table since
-                assert "num_tokens" in str(error)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # plans that could not be ended
@@ -231,8 +227,8 @@ def test_objects_end_in_any_order(rotation, reverse):
         things.reverse()
     while things:
         things.pop()
-        gc.collect()
         pool.audit()
+    gc.collect()
     assert pool.num_referenced == pool.num_quarantined == 0
 
 
