@@ -2,9 +2,8 @@
 
 import contextlib
 
-import numpy as np
-
 import kvfolio as kv
+import numpy as np
 
 PLAN_ARRAYS = {
     "rows": np.int32,

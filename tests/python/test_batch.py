@@ -1,9 +1,8 @@
 import gc
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import batch_of, compute, counts, publish, unchanged
 
 
@@ -87,10 +86,10 @@ def test_an_object_may_be_admitted_again(pool, batch):
 def test_only_rows_that_are_taken_can_be_left(pool, batch, verb):
     admit(pool, batch, 1)
     for row in (1, 3):
-        with unchanged(pool, batch), pytest.raises(ValueError, match=f"row .*{row}, which is empty"):
+        with unchanged(pool, batch), pytest.raises(ValueError, match=rf"row .*{row}, which is empty"):
             getattr(batch, verb)(row)
     for row in (4, 2**31):
-        with unchanged(pool, batch), pytest.raises(ValueError, match=f"row .* 3, not {row}"):
+        with unchanged(pool, batch), pytest.raises(ValueError, match=rf"row .* 3, not {row}"):
             getattr(batch, verb)(row)
 
 
@@ -116,7 +115,7 @@ def test_extend_is_all_or_nothing(pool, batch, rows):
 
 def test_extend_takes_one_token_a_row(pool, batch):
     seqs = admit(pool, batch, 1, 1)
-    with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match="token_ids .* 2 in all, not 1"):
+    with unchanged(pool, batch, *seqs), pytest.raises(ValueError, match=r"token_ids .* 2 in all, not 1"):
         batch.extend([0, 1], [1])
 
 

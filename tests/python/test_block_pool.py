@@ -1,9 +1,8 @@
 import re
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import batch_of, compute, counts, publish, unchanged
 
 

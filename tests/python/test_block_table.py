@@ -1,10 +1,9 @@
 import gc
 import itertools
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import counts, unchanged
 
 
@@ -48,7 +47,7 @@ def test_slots_are_int64_and_may_be_none():
 @pytest.mark.parametrize("position", [3, -1, 2**31, 2**63])
 def test_positions_outside_are_index_errors(position):
     table = table_of(kv.BlockPool(4, 4), 3)
-    with pytest.raises(IndexError, match=f"position .*not {position}"):
+    with pytest.raises(IndexError, match=rf"position .*not {position}"):
         table.locate(position)
 
 
@@ -188,7 +187,7 @@ def test_truncate_gives_back_blocks_without_a_token():
 def test_a_table_cannot_be_truncated_to_more_than_it_has():
     pool = kv.BlockPool(4, 4)
     table = table_of(pool, 3)
-    with unchanged(pool, table), pytest.raises(ValueError, match="num_tokens .* 3, not 4"):
+    with unchanged(pool, table), pytest.raises(ValueError, match=r"num_tokens .* 3, not 4"):
         table.truncate(4)
 
 

@@ -2,9 +2,8 @@ import copy
 import itertools
 import pickle
 
-import pytest
-
 import kvfolio as kv
+import pytest
 from bookkeeping import batch_of, compute, publish, unchanged
 
 FIELDS = ("model", "adapter", "tenant", "salt")
@@ -95,7 +94,7 @@ def test_an_extra_covers_a_position(span):
 @pytest.mark.parametrize("bad", [-1, 2**63, 2**70])
 def test_extras_lie_at_countable_positions(bad):
     for extra in [(bad, 5, b"x"), (0, bad, b"x")]:
-        with pytest.raises(ValueError, match=f"extras st.* not {bad}"):
+        with pytest.raises(ValueError, match=rf"extras st.* not {bad}"):
             kv.Context(extras=[extra])
 
 
@@ -118,7 +117,7 @@ def test_a_digest_is_bytes(bad):
 @pytest.mark.parametrize("bad", [True, 1.0, "1", None])
 def test_positions_of_extras_are_integers(bad):
     for extra in [(bad, 5, b"x"), (0, bad, b"x")]:
-        with pytest.raises(TypeError, match=f"extras st.* integer, not {type(bad).__name__}"):
+        with pytest.raises(TypeError, match=rf"extras st.* integer, not {type(bad).__name__}"):
             kv.Context(extras=[extra])
 
 

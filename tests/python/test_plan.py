@@ -1,9 +1,8 @@
 import gc
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import batch_of, counts, picture, unchanged
 
 
@@ -361,10 +360,9 @@ def test_an_exception_waits_for_the_plans_before_it(pool, batch):
 
 def test_a_dropped_plan_warns_and_is_rolled_back(pool, batch):
     (seq,) = admit(pool, batch, 3)
-    plan = batch.plan()
+    plan = [batch.plan()]
     with pytest.warns(ResourceWarning, match="without commit or rollback"):
-        del plan
-        gc.collect()
+        plan.clear()
     assert (seq.num_computed, pool.num_referenced) == (0, 0)
     batch.plan().commit()
     assert seq.num_computed == 3
@@ -372,10 +370,9 @@ def test_a_dropped_plan_warns_and_is_rolled_back(pool, batch):
 
 def test_a_dropped_plan_waits_for_its_turn(pool, batch):
     (seq,) = admit(pool, batch, 8)
-    first, second = batch.plan(4), batch.plan()
+    first, second = batch.plan(4), [batch.plan()]
     with pytest.warns(ResourceWarning):
-        del second
-        gc.collect()
+        second.clear()
     assert pool.num_referenced == 2
     first.commit()
     assert (seq.num_computed, pool.num_referenced) == (4, 1)

@@ -1,6 +1,5 @@
-import pytest
-
 import kvfolio as kv
+import pytest
 from bookkeeping import batch_of, compute, counts, publish, unchanged
 
 

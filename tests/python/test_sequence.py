@@ -1,9 +1,8 @@
 import gc
 
+import kvfolio as kv
 import numpy as np
 import pytest
-
-import kvfolio as kv
 from bookkeeping import batch_of, compute, counts, publish, unchanged
 
 
@@ -86,7 +85,7 @@ def test_the_oldest_unknown_tokens_are_resolved_first(pool):
 def test_no_more_tokens_are_resolved_than_are_unknown(pool):
     seq = pool.sequence([5])
     seq.extend(1)
-    with unchanged(pool, seq), pytest.raises(ValueError, match="token_ids must be at most 1, .* not 2"):
+    with unchanged(pool, seq), pytest.raises(ValueError, match=r"token_ids must be at most 1, .* not 2"):
         seq.resolve([7, 8])
 
 
@@ -116,7 +115,7 @@ def test_a_number_of_unknown_tokens_takes_no_extras(pool):
 
 def test_extras_lie_behind_what_is_there(pool):
     seq = pool.sequence([1, 2])
-    with unchanged(pool, seq), pytest.raises(ValueError, match="extras .* 2 or later, not 1"):
+    with unchanged(pool, seq), pytest.raises(ValueError, match=r"extras .* 2 or later, not 1"):
         seq.extend([3], extras=[(1, 3, b"x")])
 
 
@@ -186,7 +185,7 @@ def test_what_is_computed_may_be_discarded(pool):
     compute(batch, seq)
     seq.discard_before(8)
     assert seq.block_ids.tolist()[:2] == [0, 0]
-    with unchanged(pool, seq), pytest.raises(ValueError, match="position .* 10, not 11"):
+    with unchanged(pool, seq), pytest.raises(ValueError, match=r"position .* 10, not 11"):
         seq.discard_before(11)
     with unchanged(pool, seq), pytest.raises(ValueError, match="num_tokens"):
         seq.truncate(7)
