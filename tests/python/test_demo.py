@@ -48,7 +48,7 @@ def test_the_real_demo_runs_out_of_blocks_shares_prompts_and_copies_on_write(rea
     assert stats["preemptions"] >= 1
     assert stats["failed_steps"] == 0
     assert stats["pool"]["copies"] >= 4, "two prompts, of which three samples write"
-    assert stats["pool"]["merges"] >= 0
+    assert stats["pool"]["merges"] >= 1, "of prompts computed side by side"
     assert stats["forks"] == 4
     assert real["cached_tokens"] > 400, "of a system prompt of some hundred tokens that five prompts share"
     assert 0 < stats["empty_share"] < 0.25
@@ -60,7 +60,6 @@ def test_the_real_demos_answers_are_text_and_its_speeds_are_told_apart(real: dic
     answers = [answer for line in real["requests"] for answer in line["answers"]]
     assert len(answers) == real["answers"] == ANSWERS
     assert all(len(answer.split()) >= 2 for answer in answers)
-    assert "Northwind" not in answers[1]
     poems = next(line["answers"] for line in real["requests"] if line["samples"] == 3)
     assert len(set(poems)) == 3
     assert real["time_per_output_token"]["mean"] < real["time_to_first_token"]["mean"]
@@ -76,7 +75,7 @@ def test_the_real_demos_record_says_what_was_run(real: dict[str, Any]) -> None:
     for name in ("prompt_lengths", "answer_lengths"):
         spread = record[name]
         assert spread["min"] <= spread["p50"] <= spread["p95"] <= spread["max"]
-        assert spread["min"] < spread["mean"] < spread["max"] or spread["min"] == spread["max"]
+        assert spread["min"] <= spread["mean"] <= spread["max"]
     assert record["answer_lengths"]["max"] == 16
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -153,17 +154,18 @@ def _version(package: str) -> str:
 
 def show(report: Report, console: Console) -> None:
     """Print the report as tables."""
-    console.print(_request_table(report))
+    console.print(_request_table(report, console.width))
     console.print(_pairs("Totals", _totals(report)))
     console.print(_pairs("Run record", _record(report.record)))
 
 
-def _request_table(report: Report) -> Table:
-    table = Table(title="Requests, lengths in tokens", title_justify="left")
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=28)
-    for name in ("samples", "prompt", "cached", "answers", "preempted", "first", "per token"):
+def _request_table(report: Report, width: int) -> Table:
+    table = Table(
+        title="Requests, lengths in tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("", no_wrap=True, overflow="ellipsis", width=min(48, max(12, width - 70)))
+    for name in ("n", "prompt", "cached", "answer", "preempted", "first", "per tok", "generate"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("= generate", no_wrap=True)
     for line in report.requests:
         figures = line.figures
         table.add_row(

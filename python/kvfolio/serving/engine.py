@@ -240,32 +240,25 @@ class Engine:
         ]
 
     def _admit(self) -> None:
-        # A prompt takes its blocks piece by piece, so what the running ones have yet to take is spoken for.
-        promised = (
-            sum(self.pool.blocks_needed(answer.sequence) for answer in self._running) if self._waiting else 0
-        )
-        # So are the rows of samples that are not forked yet.
+        # A prompt takes its blocks piece by piece, so what the running ones have yet to take is spoken for;
+        # so are the rows of samples that are not forked yet.
+        promised = sum(self.pool.blocks_needed(answer.sequence) for answer in self._running)
         rows = sum(_rows_wanted(answer) for answer in self._running)
         while self._waiting:
             answer = self._waiting[0]
-            needed = self.pool.blocks_needed(answer.sequence)
+            needed = promised + self.pool.blocks_needed(answer.sequence)
             reserve = self.reserve_blocks if self._running else 0
-            if (
-                needed + promised + reserve > self.pool.num_free
-                or rows + _rows_wanted(answer) > self.max_sequences
-            ):
+            if needed + reserve > self.pool.num_free or rows + _rows_wanted(answer) > self.max_sequences:
                 break
             self._waiting.popleft()
             answer._row = self._batch.add(answer.sequence)
             answer._cache_was_asked = False
             insort(self._running, answer, key=lambda answer: answer.age)
-            promised += self.pool.blocks_needed(answer.sequence)
+            promised += self.pool.blocks_needed(answer.sequence)  # less than before: it holds its hits now
             rows += _rows_wanted(answer)
             if answer.request.admitted_at is None:
                 answer.request.admitted_at = time.perf_counter()
-        if (
-            self._waiting and not self._running
-        ):  # somebody else has blocks of the pool: waiting could last forever
+        if not self._running and self._waiting:  # somebody else has the blocks: it could wait for ever
             answer = self._waiting[0]
             self._fail(answer, self._out_of_blocks(self.pool.blocks_needed(answer.sequence)))
 

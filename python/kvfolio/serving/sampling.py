@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_SEED = 2**63
+NUCLEUS = 1024  # candidates for top_p at the first try
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +77,25 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
         raise FloatingPointError("the model's logits are not numbers")
     if params.is_greedy:
         return int(logits.argmax())
-    scores, tokens = _candidates(logits.detach().cpu().double() / params.temperature, params)
-    cumulative = torch.softmax(scores, dim=0).cumsum(dim=0)
+    probabilities, tokens = _candidates(logits.detach().cpu().double() / params.temperature, params)
+    cumulative = probabilities.cumsum(dim=0)
     if params.top_p < 1:
-        enough = torch.searchsorted(cumulative, params.top_p * cumulative[-1])
-        cumulative = cumulative[: int(enough) + 1]
+        cumulative = cumulative[: int(torch.searchsorted(cumulative, params.top_p)) + 1]
     drawn = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
     choice = min(int(torch.searchsorted(cumulative, drawn, right=True)), len(cumulative) - 1)
     return choice if tokens is None else int(tokens[choice])
 
 
 def _candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scores to draw from, in falling order if a cut needs that, and whose they are (None: all's)."""
+    """Probabilities, in falling order if a cut needs that, and of which tokens they are (None: of all)."""
     if params.top_k is not None:
         best = scores.topk(min(params.top_k, len(scores)))
-        return best.values, best.indices
-    if params.top_p < 1:
-        ordered = scores.sort(descending=True, stable=True)
-        return ordered.values, ordered.indices
-    return scores, None
+        return torch.softmax(best.values, dim=0), best.indices
+    probabilities = torch.softmax(scores, dim=0)
+    if params.top_p == 1:
+        return probabilities, None
+    # Most often few tokens reach top_p, and sorting a whole vocabulary costs more than a layer of the model.
+    likeliest = probabilities.topk(min(NUCLEUS, len(scores)))
+    if float(likeliest.values.sum()) < params.top_p:
+        likeliest = probabilities.topk(len(scores))
+    return likeliest.values, likeliest.indices
