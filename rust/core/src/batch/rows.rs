@@ -24,11 +24,12 @@ pub(super) struct Rows {
 
 impl Rows {
     pub(super) fn new(max_sequences: usize) -> Self {
-        Self { capacity: max_sequences, occupied: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
-    }
-
-    pub(super) fn capacity(&self) -> usize {
-        self.capacity
+        Self {
+            capacity: max_sequences,
+            occupied: Vec::new(),
+            in_order: Vec::new(),
+            vacant: BinaryHeap::new(),
+        }
     }
 
     pub(super) fn in_order(&self) -> &[usize] {
@@ -74,8 +75,9 @@ impl Rows {
 
     /// The row of a sequence that was in `row` once.
     pub(super) fn find(&self, row: usize, serial: u64) -> Option<usize> {
-        let is_there =
-            |row: &usize| self.occupied[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial);
+        let is_there = |row: &usize| {
+            self.occupied[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial)
+        };
         Some(row).filter(is_there).or_else(|| self.in_order.iter().copied().find(is_there))
     }
 
