@@ -332,8 +332,10 @@ fn a_failed_plan_leaves_the_order_of_eviction() {
     drop(held);
 }
 
-/// All arrays, copied.
-fn copy(arrays: &PlanArrays) -> (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>) {
+/// Numbers, places, rows of the block table, rows of the CSR.
+type Copied = (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>);
+
+fn copy(arrays: &PlanArrays) -> Copied {
     let (cells, width, stride) = arrays.block_table();
     let table: Vec<_> = (0..arrays.rows().len()).map(|row| cells[row * stride..][..width].to_vec()).collect();
     let csr = arrays.csr(2);
@@ -350,7 +352,7 @@ fn arrays_stay_as_they_are_and_csr_says_the_same() {
     for step in 0..130 {
         let rows = batch.rows().unwrap();
         if rows.len() < 4 && step % 3 != 1 {
-            batch.add(&sequence(&pool, &[step, 1, 2, 3, 4, 5, 6][..1 + step as usize % 7])).unwrap();
+            batch.add(&sequence(&pool, &[step, 1, 2, 3, 4, 5, 6][..=(step as usize % 7)])).unwrap();
         }
         for row in batch.rows().unwrap() {
             if (step as usize + row).is_multiple_of(9) {

@@ -1,4 +1,4 @@
-//! The memory manager of the KV cache: PagedAttention's bookkeeping for people who write their own serving loop.
+//! The memory manager of the KV cache: `PagedAttention`'s bookkeeping for people who write their own serving loop.
 //!
 //! Data flows one way: [ids](BlockId) -> [pool](BlockPool) -> [table](BlockTable) -> [sequence](Sequence) ->
 //! [batch](Batch) -> [plan](Plan) -> [kernels]. A layer knows the one below it and nothing above.

@@ -16,7 +16,7 @@ pub(super) struct Row {
 pub(super) struct Rows {
     capacity: usize,
     /// Those that were taken so far.
-    rows: Vec<Option<Row>>,
+    places: Vec<Option<Row>>,
     in_order: Vec<usize>,
     /// Of those, the ones that are free again.
     vacant: BinaryHeap<Reverse<usize>>,
@@ -24,7 +24,7 @@ pub(super) struct Rows {
 
 impl Rows {
     pub(super) fn new(max_sequences: usize) -> Self {
-        Self { capacity: max_sequences, rows: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
+        Self { capacity: max_sequences, places: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
@@ -37,28 +37,28 @@ impl Rows {
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
         let vacated = self.vacant.peek().map(|Reverse(row)| *row);
-        vacated.or_else(|| Some(self.rows.len()).filter(|row| *row < self.capacity))
+        vacated.or_else(|| Some(self.places.len()).filter(|row| *row < self.capacity))
     }
 
     /// Put a sequence into the lowest vacant row.
     pub(super) fn occupy(&mut self, row: usize, state: Box<SequenceState>, handle: Weak<SequenceCell>) {
         if self.vacant.pop().is_none() {
-            self.rows.push(None);
+            self.places.push(None);
         }
         self.in_order.push(row);
-        self.rows[row] = Some(Row { state, handle });
+        self.places[row] = Some(Row { state, handle });
     }
 
     pub(super) fn vacate(&mut self, row: usize) -> Result<Row> {
         self.get(row)?;
-        let vacated = self.rows[row].take();
+        let vacated = self.places[row].take();
         self.in_order.retain(|other| *other != row);
         self.vacant.push(Reverse(row));
         vacated.ok_or_else(|| Self::empty(row))
     }
 
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
-        match self.rows.get(row) {
+        match self.places.get(row) {
             Some(Some(occupied)) => Ok(occupied),
             None if row >= self.capacity => {
                 Err(Error::argument("row", format_args!("between 0 and {}", self.capacity - 1), row))
@@ -69,19 +69,19 @@ impl Rows {
 
     pub(super) fn state(&mut self, row: usize) -> Result<&mut SequenceState> {
         self.get(row)?;
-        self.rows[row].as_mut().map(|occupied| &mut *occupied.state).ok_or_else(|| Self::empty(row))
+        self.places[row].as_mut().map(|occupied| &mut *occupied.state).ok_or_else(|| Self::empty(row))
     }
 
     /// The row of a sequence that was in `row` once.
     pub(super) fn find(&self, row: usize, serial: u64) -> Option<usize> {
         let is_there =
-            |row: &usize| self.rows[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial);
+            |row: &usize| self.places[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial);
         Some(row).filter(is_there).or_else(|| self.in_order.iter().copied().find(is_there))
     }
 
     /// Refuse rows that are empty or named twice.
     pub(super) fn check_distinct(&self, rows: &[usize]) -> Result<()> {
-        let mut seen = vec![false; self.rows.len()];
+        let mut seen = vec![false; self.places.len()];
         for row in rows {
             self.get(*row)?;
             if std::mem::replace(&mut seen[*row], true) {

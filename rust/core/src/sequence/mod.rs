@@ -116,7 +116,7 @@ impl Sequence {
         &self,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> R,
     ) -> Option<R> {
-        Self::with_place(&mut *self.0.place.lock(), |state, most| Ok(work(state, most))).ok()
+        Self::with_place(&mut self.0.place.lock(), |state, most| Ok(work(state, most))).ok()
     }
 
     fn with_place<R>(
