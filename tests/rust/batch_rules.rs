@@ -190,6 +190,26 @@ fn a_rollback_of_several_copies_voids_the_latest_first() {
 }
 
 #[test]
+fn refused_drafts_undo_later_steps_the_latest_first() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2, 3, 4]);
+    batch.add(&one).unwrap();
+    let drafts = plan(&batch);
+    batch.extend(&[0], &[5]).unwrap();
+    let middle = plan(&batch);
+    let blocks = one.blocks().unwrap();
+    pool.share(&blocks[1..]).unwrap();
+    batch.extend(&[0], &[6]).unwrap();
+    let last = plan(&batch);
+    assert_eq!(last.arrays().copies()[0][0], blocks[1].as_i32());
+    drafts.commit(Some(&[3])).unwrap();
+    assert_eq!(one.blocks().unwrap(), blocks[..1]);
+    middle.commit(None).unwrap();
+    last.rollback().unwrap();
+    assert_eq!(counts(&pool), [6, 0, 2, 0]);
+}
+
+#[test]
 fn a_token_never_goes_to_the_new_owner_of_a_row() {
     let (pool, batch) = setup(16, 2);
     let one = sequence(&pool, &[1, 2, 3]);
@@ -303,6 +323,30 @@ fn the_least_recently_released_and_deepest_block_goes_first() {
         assert_eq!(found(), found_then);
     }
     drop(taken);
+}
+
+#[test]
+fn many_hits_neither_lose_an_idle_block_nor_its_place() {
+    let (pool, batch) = setup(12, 2);
+    let (often, once) = ([1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 9, 0]);
+    for _ in 0..200 {
+        let one = sequence(&pool, &often);
+        batch.add(&one).unwrap();
+        plan(&batch).commit(None).unwrap();
+        one.free().unwrap();
+        pool.audit().unwrap();
+        if pool.stats().hit_tokens < 60 {
+            let one = sequence(&pool, &once);
+            batch.add(&one).unwrap();
+            plan(&batch).commit(None).unwrap();
+            one.free().unwrap();
+        }
+    }
+    pool.allocate(pool.num_blank() + 2).unwrap();
+    let found = [&often[..], &once].map(|tokens| pool.match_prefix(tokens, &Context::default()).unwrap());
+    assert_eq!(found, [6, 0]);
+    assert_eq!(pool.allocate(3).unwrap().len(), 3);
+    assert_eq!(counts(&pool), [0, 0, 12, 0]);
 }
 
 #[test]
