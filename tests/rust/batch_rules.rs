@@ -190,6 +190,29 @@ fn a_rollback_of_several_copies_voids_the_latest_first() {
 }
 
 #[test]
+fn a_block_that_a_plan_in_flight_holds_is_not_written() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    let fork = one.fork().unwrap();
+    batch.extend(&[0], &[4]).unwrap();
+    let copying = plan(&batch);
+    let source = copying.arrays().copies()[0][0];
+    assert_eq!(ids(&fork), [source]); // its sole reference; the plan is still to copy from it
+    fork.truncate(2).unwrap();
+    fork.extend(NewTokens::Known(&[9], &[])).unwrap();
+    let elsewhere = Batch::new(&pool, 1, 64).unwrap();
+    elsewhere.add(&fork).unwrap();
+    let writing = plan(&elsewhere);
+    assert_eq!(writing.arrays().copies()[0][0], source);
+    assert_eq!(counts(&pool), [5, 0, 2, 1]);
+    writing.commit(None).unwrap();
+    copying.rollback().unwrap();
+    assert_eq!((ids(&one), counts(&pool)), (vec![source], [6, 0, 2, 0]));
+}
+
+#[test]
 fn refused_drafts_undo_later_steps_the_latest_first() {
     let (pool, batch) = setup(8, 4);
     let one = sequence(&pool, &[1, 2, 3, 4]);
