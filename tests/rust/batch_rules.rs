@@ -190,6 +190,49 @@ fn a_rollback_of_several_copies_voids_the_latest_first() {
 }
 
 #[test]
+fn a_block_that_a_plan_in_flight_holds_is_not_written() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    plan(&batch).commit(None).unwrap();
+    let fork = one.fork().unwrap();
+    batch.extend(&[0], &[4]).unwrap();
+    let copying = plan(&batch);
+    let source = copying.arrays().copies()[0][0];
+    assert_eq!(ids(&fork), [source]); // its sole reference; the plan is still to copy from it
+    fork.truncate(2).unwrap();
+    fork.extend(NewTokens::Known(&[9], &[])).unwrap();
+    let elsewhere = Batch::new(&pool, 1, 64).unwrap();
+    elsewhere.add(&fork).unwrap();
+    let writing = plan(&elsewhere);
+    assert_eq!(writing.arrays().copies()[0][0], source);
+    assert_eq!(counts(&pool), [5, 0, 2, 1]);
+    writing.commit(None).unwrap();
+    copying.rollback().unwrap();
+    assert_eq!((ids(&one), counts(&pool)), (vec![source], [6, 0, 2, 0]));
+}
+
+#[test]
+fn refused_drafts_undo_later_steps_the_latest_first() {
+    let (pool, batch) = setup(8, 4);
+    let one = sequence(&pool, &[1, 2, 3, 4]);
+    batch.add(&one).unwrap();
+    let drafts = plan(&batch);
+    batch.extend(&[0], &[5]).unwrap();
+    let middle = plan(&batch);
+    let blocks = one.blocks().unwrap();
+    pool.share(&blocks[1..]).unwrap();
+    batch.extend(&[0], &[6]).unwrap();
+    let last = plan(&batch);
+    assert_eq!(last.arrays().copies()[0][0], blocks[1].as_i32());
+    drafts.commit(Some(&[3])).unwrap();
+    assert_eq!(one.blocks().unwrap(), blocks[..1]);
+    middle.commit(None).unwrap();
+    last.rollback().unwrap();
+    assert_eq!(counts(&pool), [6, 0, 2, 0]);
+}
+
+#[test]
 fn a_token_never_goes_to_the_new_owner_of_a_row() {
     let (pool, batch) = setup(16, 2);
     let one = sequence(&pool, &[1, 2, 3]);
@@ -306,6 +349,30 @@ fn the_least_recently_released_and_deepest_block_goes_first() {
 }
 
 #[test]
+fn many_hits_neither_lose_an_idle_block_nor_its_place() {
+    let (pool, batch) = setup(12, 2);
+    let (often, once) = ([1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 9, 0]);
+    for _ in 0..200 {
+        let one = sequence(&pool, &often);
+        batch.add(&one).unwrap();
+        plan(&batch).commit(None).unwrap();
+        one.free().unwrap();
+        pool.audit().unwrap();
+        if pool.stats().hit_tokens < 60 {
+            let one = sequence(&pool, &once);
+            batch.add(&one).unwrap();
+            plan(&batch).commit(None).unwrap();
+            one.free().unwrap();
+        }
+    }
+    pool.allocate(pool.num_blank() + 2).unwrap();
+    let found = [&often[..], &once].map(|tokens| pool.match_prefix(tokens, &Context::default()).unwrap());
+    assert_eq!(found, [6, 0]);
+    assert_eq!(pool.allocate(3).unwrap().len(), 3);
+    assert_eq!(counts(&pool), [0, 0, 12, 0]);
+}
+
+#[test]
 fn a_failed_plan_leaves_the_order_of_eviction() {
     let (pool, batch) = setup(4, 2);
     for tokens in [[1, 2, 0], [3, 4, 0]] {
@@ -332,8 +399,10 @@ fn a_failed_plan_leaves_the_order_of_eviction() {
     drop(held);
 }
 
-/// All arrays, copied.
-fn copy(arrays: &PlanArrays) -> (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>) {
+/// Numbers, places, rows of the block table, rows of the CSR.
+type Copied = (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>);
+
+fn copy(arrays: &PlanArrays) -> Copied {
     let (cells, width, stride) = arrays.block_table();
     let table: Vec<_> = (0..arrays.rows().len()).map(|row| cells[row * stride..][..width].to_vec()).collect();
     let csr = arrays.csr(2);
@@ -350,7 +419,7 @@ fn arrays_stay_as_they_are_and_csr_says_the_same() {
     for step in 0..130 {
         let rows = batch.rows().unwrap();
         if rows.len() < 4 && step % 3 != 1 {
-            batch.add(&sequence(&pool, &[step, 1, 2, 3, 4, 5, 6][..1 + step as usize % 7])).unwrap();
+            batch.add(&sequence(&pool, &[step, 1, 2, 3, 4, 5, 6][..=(step as usize % 7)])).unwrap();
         }
         for row in batch.rows().unwrap() {
             if (step as usize + row).is_multiple_of(9) {

@@ -40,8 +40,9 @@ impl Key {
 
     /// Bits to place the key in an index by; the whole key is compared there.
     pub(crate) fn index_bits(&self) -> u64 {
-        let (bits, _) = self.0.split_first_chunk().unwrap_or((&[0; 8], &[]));
-        u64::from_le_bytes(*bits)
+        let mut first = [0; 8];
+        first.copy_from_slice(&self.0[..8]);
+        u64::from_le_bytes(first)
     }
 }
 

@@ -79,11 +79,12 @@ impl World {
             _ => row.stop - row.start,
         };
         let accepted: Vec<_> = flight.rows.iter().enumerate().map(count).collect();
-        flight.plan.as_ref().unwrap().commit((bits % 3 > 0).then_some(&accepted)).unwrap();
+        let drafts = !bits.is_multiple_of(3);
+        flight.plan.as_ref().unwrap().commit(drafts.then_some(&accepted)).unwrap();
         for (row, count) in flight.rows.iter_mut().zip(accepted) {
             row.counts = false;
             let stop = row.start + count;
-            if bits % 3 > 0 && stop < row.stop && row.open {
+            if drafts && stop < row.stop && row.open {
                 self.note_voided(row.id);
                 self.note_cut(row.id, stop);
                 row.stop = stop;

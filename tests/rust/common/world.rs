@@ -99,6 +99,7 @@ pub(crate) struct Flight {
     executed: bool,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub(crate) struct FlightRow {
     pub(crate) id: usize,
     tenant: u64,
