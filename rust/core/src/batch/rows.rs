@@ -14,20 +14,20 @@ pub(super) struct Row {
 }
 
 pub(super) struct Rows {
+    most: usize,
+    /// Those that have ever been taken, so that a high limit costs nothing.
     rows: Vec<Option<Row>>,
     in_order: Vec<usize>,
+    /// Of `rows`.
     vacant: BinaryHeap<Reverse<usize>>,
 }
 
 impl Rows {
     pub(super) fn new(max_sequences: usize) -> Self {
-        Self {
-            rows: std::iter::repeat_with(|| None).take(max_sequences).collect(),
-            in_order: Vec::new(),
-            vacant: (0..max_sequences).map(Reverse).collect(),
-        }
+        Self { most: max_sequences, rows: Vec::new(), in_order: Vec::new(), vacant: BinaryHeap::new() }
     }
 
+    /// The most rows that were taken at once.
     pub(super) fn capacity(&self) -> usize {
         self.rows.len()
     }
@@ -37,13 +37,16 @@ impl Rows {
     }
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
-        self.vacant.peek().map(|Reverse(row)| *row)
+        let vacated = self.vacant.peek().map(|Reverse(row)| *row);
+        vacated.or_else(|| Some(self.rows.len()).filter(|row| *row < self.most))
     }
 
     /// Put a sequence into the lowest vacant row.
     pub(super) fn occupy(&mut self, row: usize, state: Box<SequenceState>, handle: Weak<SequenceCell>) {
-        self.vacant.pop();
         self.in_order.push(row);
+        if self.vacant.pop().is_none() {
+            self.rows.push(None);
+        }
         self.rows[row] = Some(Row { state, handle });
     }
 
@@ -58,8 +61,10 @@ impl Rows {
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
         match self.rows.get(row) {
             Some(Some(occupied)) => Ok(occupied),
-            Some(None) => Err(Self::empty(row)),
-            None => Err(Error::argument("row", format_args!("between 0 and {}", self.rows.len() - 1), row)),
+            None if row >= self.most => {
+                Err(Error::argument("row", format_args!("between 0 and {}", self.most - 1), row))
+            }
+            Some(None) | None => Err(Self::empty(row)),
         }
     }
 
