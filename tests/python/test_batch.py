@@ -31,6 +31,15 @@ def test_the_lowest_free_row_is_taken(pool, batch):
     assert [batch.add(pool.sequence([1])) for _ in range(3)] == [0, 1, 3]
 
 
+def test_a_high_limit_costs_nothing(pool):
+    batch = batch_of(pool, 2**31 - 1, 2**31 - 1)
+    assert [batch.add(pool.sequence([1])) for _ in range(3)] == [0, 1, 2]
+    batch.remove(1)
+    assert batch.add(pool.sequence([1])) == 1
+    with pytest.raises(ValueError, match=r"row .* 3, which is empty"):
+        batch.remove(3)
+
+
 def test_rows_are_listed_in_admission_order(pool, batch):
     admit(pool, batch, 1, 1, 1)
     batch.remove(0)

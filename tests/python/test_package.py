@@ -19,6 +19,7 @@ BASES = {
     "ConcurrentUse": RuntimeError,
     "RefCountOverflow": OverflowError,
     "CorruptPool": Exception,
+    "CopiesNotApplied": RuntimeError,
 }
 CLASSES = (kv.BlockPool, kv.BlockTable, kv.Sequence, kv.Context, kv.Batch, kv.Plan)
 

@@ -412,6 +412,15 @@ def test_told_cells_are_not_told_again(pool, batch):
         assert plan.table_updates.shape == (0, 3)
 
 
+def test_only_cells_that_changed_are_told(pool, batch):
+    (seq,) = admit(pool, batch, 12)
+    batch.plan().commit()
+    seq.discard_before(4)
+    seq.extend([1])
+    with batch.plan() as plan:
+        assert plan.table_updates.tolist() == [[0, 0, 0], [0, 3, seq.block_ids[3]]]
+
+
 def test_a_plan_keeps_a_sequence_that_nobody_else_does(pool, batch):
     admit(pool, batch, 3)
     gc.collect()
