@@ -302,6 +302,8 @@ fn a_published_block_that_is_written_is_found_no_more() {
     let step = plan(&batch);
     assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
     assert_eq!((counts(&pool), step.arrays().copies().len()), ([15, 0, 1, 0], 0));
+    step.commit(None).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 5], &Context::default()).unwrap(), 4);
 }
 
 #[test]
