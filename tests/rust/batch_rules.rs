@@ -2,39 +2,17 @@
 #![expect(clippy::unwrap_used, reason = "these are tests")]
 
 mod common;
+#[path = "common/rules.rs"]
+mod rules;
 
 use std::sync::Arc;
 
 use common::assert_all_free;
-use kvfolio::{
-    Batch, BlockPool, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, Sequence, TokenCaps,
-};
-
-fn setup(num_blocks: usize, block_size: usize) -> (BlockPool, Batch) {
-    let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
-    let batch = Batch::new(&pool, 4, 64).unwrap();
-    (pool, batch)
-}
-
-fn sequence(pool: &BlockPool, tokens: &[i32]) -> Sequence {
-    pool.sequence(tokens, &Context::default(), true, true).unwrap()
-}
-
-fn plan(batch: &Batch) -> Plan {
-    batch.plan(&PlanRequest::default()).unwrap()
-}
+use kvfolio::{Batch, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, TokenCaps};
+use rules::{counts, ids, plan, sequence, setup};
 
 fn plan_at_most(batch: &Batch, num_tokens: usize) -> Plan {
     batch.plan(&PlanRequest { num_tokens: TokenCaps::Same(num_tokens), ..PlanRequest::default() }).unwrap()
-}
-
-fn counts(pool: &BlockPool) -> [usize; 4] {
-    pool.audit().unwrap();
-    [pool.num_blank(), pool.num_idle(), pool.num_referenced(), pool.num_quarantined()]
-}
-
-fn ids(sequence: &Sequence) -> Vec<i32> {
-    sequence.blocks().unwrap().iter().map(|block| block.as_i32()).collect()
 }
 
 #[test]
@@ -109,12 +87,13 @@ fn refused_drafts_take_back_what_later_plans_built_on_them() {
 }
 
 #[test]
-fn accepted_tokens_are_sampled_behind() {
+fn accepted_tokens_are_sampled_behind_and_refused_ones_not_published() {
     let (pool, batch) = setup(8, 2);
     let one = sequence(&pool, &[1, 2, 3, 4]);
     batch.add(&one).unwrap();
     let step = plan(&batch);
     step.commit(Some(&[2])).unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 2);
     assert_eq!(step.extend(&[7]).unwrap(), [true]);
     assert_eq!(step.extend(&[8]).unwrap(), [false]);
     assert_eq!(one.token_ids().unwrap(), [1, 2, 7]);
@@ -257,6 +236,21 @@ fn a_token_never_goes_to_the_new_owner_of_a_row() {
 }
 
 #[test]
+fn a_sequence_whose_blocks_a_plan_still_names_joins_no_other_batch() {
+    let (pool, batch) = setup(16, 2);
+    let one = sequence(&pool, &[1, 2, 3]);
+    batch.add(&one).unwrap();
+    plan_at_most(&batch, 1).commit(None).unwrap();
+    let (first, second) = (plan_at_most(&batch, 1), plan_at_most(&batch, 1));
+    first.rollback().unwrap(); // voids the second's row, which is still to be executed
+    let one = batch.remove(0).unwrap();
+    let elsewhere = Batch::new(&pool, 1, 64).unwrap();
+    assert!(matches!(elsewhere.add(&one), Err(Error::PlanInFlight(_))));
+    second.rollback().unwrap();
+    elsewhere.add(&one).unwrap();
+}
+
+#[test]
 fn a_token_is_passed_over_where_the_batch_knows_another() {
     let (pool, batch) = setup(16, 2);
     let one = sequence(&pool, &[1, 2, 3]);
@@ -276,127 +270,36 @@ fn a_token_is_passed_over_where_the_batch_knows_another() {
 }
 
 #[test]
-fn nothing_computed_before_a_reset_is_published_after_it() {
-    let (pool, batch) = setup(16, 2);
-    let (one, other) = (sequence(&pool, &[1, 2, 3, 4]), sequence(&pool, &[1, 2, 3, 4]));
-    batch.add(&one).unwrap();
-    let step = plan(&batch);
-    pool.reset_prefix_cache();
-    step.commit(None).unwrap();
-    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
-    batch.add(&other).unwrap();
-    plan(&batch).commit(None).unwrap();
-    assert_eq!((other.num_cached().unwrap(), ids(&one) == ids(&other)), (0, false));
-    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
-}
-
-#[test]
-fn a_published_block_that_is_written_is_found_no_more() {
-    let (pool, batch) = setup(16, 4);
-    let one = sequence(&pool, &[1, 2, 3, 4]);
-    batch.add(&one).unwrap();
-    plan(&batch).commit(None).unwrap();
-    one.truncate(3).unwrap();
-    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
-    batch.extend(&[0], &[5]).unwrap();
-    let step = plan(&batch);
-    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
-    assert_eq!((counts(&pool), step.arrays().copies().len()), ([15, 0, 1, 0], 0));
-}
-
-#[test]
-fn a_refused_plan_leaves_published_blocks_findable() {
-    let (pool, batch) = setup(3, 4);
-    let one = sequence(&pool, &[1, 2, 3, 4]);
-    batch.add(&one).unwrap();
-    plan(&batch).commit(None).unwrap();
-    one.truncate(3).unwrap();
-    let mut table = pool.table_of(&pool.allocate(1).unwrap(), 4).unwrap();
-    pool.share(&one.blocks().unwrap()).unwrap();
-    let mut writer = pool.table_of(&one.blocks().unwrap(), 3).unwrap();
-    drop(batch.preempt(0).unwrap()); // the writer is the block's sole user now
-    for n in [9, 100] {
-        assert!(matches!(writer.append(n), Err(Error::OutOfBlocks { .. })));
-        assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 4);
-        pool.audit().unwrap();
-    }
-    writer.append(1).unwrap();
-    assert_eq!(pool.match_prefix(&[1, 2, 3, 4], &Context::default()).unwrap(), 0);
-    table.append(1).unwrap();
-    drop((table, writer));
-    assert_all_free(&pool);
-}
-
-#[test]
-fn the_least_recently_released_and_deepest_block_goes_first() {
+fn a_rollback_gives_up_what_was_found() {
     let (pool, batch) = setup(8, 2);
-    let context = Context::default();
-    let prompts = [[1, 2, 3, 4, 0], [5, 6, 7, 8, 0], [1, 2, 9, 9, 0]];
-    for tokens in &prompts {
-        let one = sequence(&pool, tokens);
-        batch.add(&one).unwrap();
-        plan(&batch).commit(None).unwrap();
-        one.free().unwrap();
-    }
-    let found = || prompts.map(|tokens| pool.match_prefix(&tokens, &context).unwrap());
-    assert_eq!((pool.num_idle(), found()), (5, [4, 4, 4]));
-    let taken = pool.allocate(3).unwrap();
-    for found_then in [[2, 4, 4], [2, 2, 4], [2, 0, 4], [2, 0, 2], [0, 0, 0]] {
-        pool.allocate(1).unwrap();
-        assert_eq!(found(), found_then);
-    }
-    drop(taken);
+    let late = sequence(&pool, &[1, 2, 3]);
+    batch.add(&late).unwrap();
+    let row = batch.add(&sequence(&pool, &[1, 2, 4])).unwrap();
+    batch.plan(&PlanRequest { rows: Some(&[row]), ..PlanRequest::default() }).unwrap().commit(None).unwrap();
+    let (before, hits) = (counts(&pool), pool.stats().hit_tokens);
+    let step = plan(&batch);
+    assert_eq!((late.num_cached().unwrap(), pool.stats().hit_tokens), (2, hits + 2));
+    step.rollback().unwrap();
+    assert_eq!((late.num_cached().unwrap(), ids(&late).len()), (0, 0));
+    assert_eq!((counts(&pool), pool.stats().hit_tokens), (before, hits));
 }
 
 #[test]
-fn many_hits_neither_lose_an_idle_block_nor_its_place() {
-    let (pool, batch) = setup(12, 2);
-    let (often, once) = ([1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 9, 0]);
-    for _ in 0..200 {
-        let one = sequence(&pool, &often);
-        batch.add(&one).unwrap();
-        plan(&batch).commit(None).unwrap();
-        one.free().unwrap();
-        pool.audit().unwrap();
-        if pool.stats().hit_tokens < 60 {
-            let one = sequence(&pool, &once);
-            batch.add(&one).unwrap();
-            plan(&batch).commit(None).unwrap();
-            one.free().unwrap();
-        }
-    }
-    pool.allocate(pool.num_blank() + 2).unwrap();
-    let found = [&often[..], &once].map(|tokens| pool.match_prefix(tokens, &Context::default()).unwrap());
-    assert_eq!(found, [6, 0]);
-    assert_eq!(pool.allocate(3).unwrap().len(), 3);
-    assert_eq!(counts(&pool), [0, 0, 12, 0]);
-}
-
-#[test]
-fn a_failed_plan_leaves_the_order_of_eviction() {
-    let (pool, batch) = setup(4, 2);
-    for tokens in [[1, 2, 0], [3, 4, 0]] {
-        let one = sequence(&pool, &tokens);
-        batch.add(&one).unwrap();
-        plan(&batch).commit(None).unwrap();
-        one.free().unwrap();
-    }
-    let held = pool.allocate(2).unwrap();
-    // The first finds its prefix again, but there is no room for the rest.
-    let large = sequence(&pool, &[1, 2, 0, 0, 0, 0]);
-    assert_eq!(pool.blocks_needed(&large).unwrap(), 3);
-    batch.add(&large).unwrap();
-    assert_eq!(large.num_cached().unwrap(), 2);
-    assert!(matches!(
-        batch.plan(&PlanRequest::default()),
-        Err(Error::OutOfBlocks { needed: 2, free: 1, .. })
-    ));
+fn a_copy_for_the_sake_of_a_row_of_the_same_plan_is_counted() {
+    let (pool, batch) = setup(3, 2);
+    let late = sequence(&pool, &[1, 2, 3]);
+    let one = sequence(&pool, &[1, 2]);
+    batch.add(&late).unwrap();
+    let row = batch.add(&one).unwrap();
+    batch.plan(&PlanRequest { rows: Some(&[row]), ..PlanRequest::default() }).unwrap().commit(None).unwrap();
+    one.truncate(1).unwrap();
+    batch.extend(&[row], &[9]).unwrap();
+    let taken = pool.allocate(1).unwrap();
     assert_eq!(batch.shortfall(&PlanRequest::default()).unwrap(), 1);
-    batch.preempt(0).unwrap();
-    pool.allocate(1).unwrap();
-    let found = [[1, 2], [3, 4]].map(|tokens| pool.match_prefix(&tokens, &Context::default()).unwrap());
-    assert_eq!(found, [2, 0]);
-    drop(held);
+    let refused = Error::OutOfBlocks { needed: 2, free: 1, quarantined: 0, ever_fits: true };
+    assert_eq!(batch.plan(&PlanRequest::default()).err(), Some(refused));
+    pool.release(&taken).unwrap();
+    assert_eq!(plan(&batch).arrays().copies().len(), 1);
 }
 
 /// Numbers, places, rows of the block table, rows of the CSR.

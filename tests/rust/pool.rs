@@ -145,12 +145,24 @@ fn a_plan_cannot_hold_a_block_whose_references_are_at_their_most() {
     let pool = pool(8, 2);
     let batch = Batch::new(&pool, 4, 64).unwrap();
     let sequence = |tokens: &[i32]| pool.sequence(tokens, &Context::default(), true, true).unwrap();
-    let late = sequence(&[1, 2, 3]);
+    let compute = |row: usize| {
+        batch
+            .plan(&PlanRequest { rows: Some(&[row]), ..PlanRequest::default() })
+            .unwrap()
+            .commit(None)
+            .unwrap();
+    };
+    // Two rows that are to find a prefix later, the first an idle one.
+    let (early, late) = (sequence(&[5, 6, 7]), sequence(&[1, 2, 3]));
+    batch.add(&early).unwrap();
     batch.add(&late).unwrap();
+    for tokens in [[5, 6, 7], [8, 9, 7]] {
+        let one = sequence(&tokens);
+        compute(batch.add(&one).unwrap());
+        one.free().unwrap();
+    }
     let first = sequence(&[1, 2, 3]);
-    let row = batch.add(&first).unwrap();
-    let rows = [row];
-    batch.plan(&PlanRequest { rows: Some(&rows), ..PlanRequest::default() }).unwrap().commit(None).unwrap();
+    compute(batch.add(&first).unwrap());
     let block = first.blocks().unwrap()[0];
     let many = vec![block; MOST_REFERENCES - 1];
     pool.share(&many).unwrap();
@@ -158,8 +170,13 @@ fn a_plan_cannot_hold_a_block_whose_references_are_at_their_most() {
     assert_eq!(batch.plan(&PlanRequest::default()).err(), Some(overflow));
     pool.audit().unwrap();
     pool.release(&many).unwrap();
+    // What was found for the first row has its old place in the order of eviction again.
+    let taken = pool.allocate(pool.num_blank() + 1).unwrap();
+    let found = [[5, 6], [8, 9]].map(|tokens| pool.match_prefix(&tokens, &Context::default()).unwrap());
+    assert_eq!(found, [0, 2]);
+    pool.release(&taken).unwrap();
     batch.plan(&PlanRequest::default()).unwrap().commit(None).unwrap();
-    assert_eq!(late.num_cached().unwrap(), 2);
+    assert_eq!((early.num_cached().unwrap(), late.num_cached().unwrap()), (0, 2));
 }
 
 #[test]
