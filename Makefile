@@ -7,6 +7,8 @@ WHEEL := dist/.installed
 SOURCES := $(shell find rust python/kvfolio -type f -not -name '*.so' -not -path '*/__pycache__/*') \
            Cargo.toml Cargo.lock pyproject.toml README.md
 export VENV
+# Nothing of another environment gets in.
+unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint test-rust test-python wheel bench format clean
@@ -20,7 +22,7 @@ demo: ## Serve a real model on the CPU, and compare its answers with the model's
 test: ## Pass every check and every test
 	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust test-python
 
-lint: $(WHEEL) ## Formatting, lints, types
+lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
 	cargo clippy --quiet --workspace --all-targets -- -D warnings
 	$(BIN)/ruff format --check .

@@ -284,6 +284,32 @@ def test_a_failing_request_takes_nobody_with_it_and_loses_no_block(
     assert_nothing_held(engine)
 
 
+def test_a_family_that_fails_is_not_tried_again_by_its_other_samples(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_prompt(7 + i, seed=65 + i) for i in range(3)]
+    expected = [expected_answer(model, prompt, 6) for prompt in prompts]
+    engine = make_engine(model)
+    family = engine.submit(prompts[0], SamplingParams(max_tokens=6, n=2, temperature=1.0, seed=3))
+    others = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts[1:]]
+    engine.step()
+    rows = {answer.row for answer in family.answers}
+    assert len(rows) == 2
+    forward = engine.model.forward
+
+    def refuse(plan: Any, cache: Any) -> Any:
+        if rows & set(plan.rows.tolist()):
+            raise RuntimeError("family")
+        return forward(plan, cache)
+
+    monkeypatch.setattr(engine.model, "forward", refuse)
+    engine.step()
+    assert [answer.finish_reason for answer in family.answers] == [FinishReason.ERROR] * 2
+    engine.run()
+    assert [tokens_of(other)[0] for other in others] == expected[1:]
+    assert_nothing_held(engine)
+
+
 def test_an_interrupt_in_the_model_goes_through_and_the_next_step_goes_on(
     model: PreTrainedModel, poisoned: list[type[BaseException]]
 ) -> None:

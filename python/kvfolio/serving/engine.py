@@ -21,7 +21,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +34,14 @@ from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
 from .sampling import MAX_SEED, SamplingParams, sample
 from .text import TextStream, Tokenizer
+
+
+class _Computed(NamedTuple):
+    """A plan that was committed, whose answers get a token of it, and the logits, [m, vocabulary]."""
+
+    plan: kv.Plan
+    leaders: list[Answer]
+    logits: torch.Tensor
 
 
 class Engine:
@@ -227,8 +235,8 @@ class Engine:
             steps = self._compute(plan)
             self._meter.steps += 1
             self._meter.look(self.pool, [answer.sequence for answer in self._running])
-            for plan, logits in steps:
-                self._take_tokens(plan, logits)
+            for plan, leaders, logits in steps:
+                self._take_tokens(plan, leaders, logits)
         events = self._deliver()
         self._meter.busy_time += time.perf_counter() - began
         return events
@@ -280,33 +288,48 @@ class Engine:
         self._running.remove(answer)
         self._waiting.appendleft(answer)  # it is younger than who runs, older than who waits
 
-    def _compute(self, plan: kv.Plan) -> list[tuple[kv.Plan, torch.Tensor]]:
-        """Run the model on a plan, in parts if that fails; returns the plans that stand and their logits."""
+    def _compute(self, plan: kv.Plan) -> list[_Computed]:
+        """Run the model on a plan, in parts if that fails; returns what stands."""
+        running = {answer.row: answer for answer in self._running}
+        answers = [running[row] for row in plan.rows.tolist()]
         try:
             with plan:
                 logits = self.model.forward(plan, self.cache)
         except Exception as error:
             self._meter.failed_steps += 1
-            rows, counts = plan.rows.tolist(), (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
-            if len(rows) == 1:
-                self._fail(self._answer_in(rows[0]), error)
+            counts = (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
+            if len(answers) == 1:
+                self._fail(answers[0], error)
                 return []
-            half = len(rows) // 2
+            half = len(answers) // 2
             return [
-                step
+                computed
                 for part in (slice(half), slice(half, None))
-                for step in self._compute(self._batch.plan(rows=rows[part], num_tokens=counts[part]))
+                for computed in self._compute_some(answers[part], counts[part])
             ]
         self._meter.computed_tokens += plan.num_tokens
-        for row in plan.rows.tolist():
-            self._settle(self._answer_in(row))
-        return [(plan, logits)]
+        for answer in answers:
+            self._settle(answer)
+        return [_Computed(plan, [running[row] for row in plan.logits_rows.tolist()], logits)]
 
-    def _take_tokens(self, plan: kv.Plan, logits: torch.Tensor) -> None:
+    def _compute_some(self, answers: list[Answer], counts: list[int]) -> list[_Computed]:
+        """Some rows of a failed plan again, so many tokens of each."""
+        alive = [
+            (answer.row, count)
+            for answer, count in zip(answers, counts, strict=True)
+            if not answer.is_finished
+        ]  # others have ended with a sample of the same request
+        if not alive:
+            return []
+        rows, counts = map(list, zip(*alive, strict=True))
+        return self._compute(self._batch.plan(rows=rows, num_tokens=counts))
+
+    def _take_tokens(self, plan: kv.Plan, leaders: list[Answer], logits: torch.Tensor) -> None:
         """One token for each of a committed plan's `logits_rows`; `logits` is [m, vocabulary]."""
-        leaders = [self._answer_in(row) for row in plan.logits_rows.tolist()]
         drawn = {}
         for leader, row_logits in zip(leaders, logits, strict=True):
+            if leader.is_finished:  # since, with another sample of its request
+                continue
             for answer in [leader, *self._fork(leader)]:
                 try:
                     drawn[answer] = sample(row_logits, answer.request.params, answer._generator)
@@ -389,9 +412,6 @@ class Engine:
             self._meter.finished_requests += 1
 
     # Odds and ends
-
-    def _answer_in(self, row: int) -> Answer:
-        return next(answer for answer in self._running if answer.row == row)
 
     def _settle(self, answer: Answer) -> None:
         """What follows from a commit."""

@@ -50,14 +50,14 @@ pub enum Error {
     /// The audit found two records of one fact that disagree.
     #[error("it does not hold that {0}")]
     CorruptPool(String),
-    /// The machine has no memory for the bookkeeping of so many blocks.
-    #[error(
-        "num_blocks must be such that memory can be had for their bookkeeping, not {num_blocks}: that is {bytes} bytes"
-    )]
+    /// An argument that the machine has not enough memory for.
+    #[error("{name} must be such that memory can be had for it, not {came}: that takes {bytes} bytes")]
     OutOfMemory {
-        /// Blocks asked for.
-        num_blocks: usize,
-        /// Bytes that they take, K and V not counted.
+        /// The argument.
+        name: &'static str,
+        /// What came.
+        came: usize,
+        /// What it takes, K and V not counted.
         bytes: usize,
     },
     /// An argument that is not allowed; the text names it, what is allowed, and what came.

@@ -67,7 +67,11 @@ impl PyBatch {
         sequence: kvfolio::Sequence,
     ) -> PyResult<Py<PySequence>> {
         let admitted = self.admitted.lock().get_mut(row).and_then(Option::take);
-        admitted.map_or_else(|| Py::new(py, PySequence(sequence)), Ok)
+        // Without the GIL, another thread may have put a new owner's object there by now.
+        match admitted.filter(|admitted| admitted.get().0.is_same(&sequence)) {
+            Some(admitted) => Ok(admitted),
+            None => Py::new(py, PySequence(sequence)),
+        }
     }
 }
 

@@ -194,7 +194,7 @@ impl Batch {
         let mut batch = self.0.lock()?;
         batch.check_growth(rows)?;
         for row in rows {
-            batch.rows.state(*row)?.extend_unknown(1);
+            batch.rows.state(*row)?.extend_unknown(1)?;
         }
         Ok(())
     }

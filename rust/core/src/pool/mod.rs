@@ -74,7 +74,7 @@ const BYTES_PER_BLOCK: usize = 8 + 4 + 4 + 32 + 8;
 fn check_memory(num_blocks: usize) -> Result<()> {
     let bytes = num_blocks * BYTES_PER_BLOCK;
     let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
-    if refused { Err(Error::OutOfMemory { num_blocks, bytes }) } else { Ok(()) }
+    if refused { Err(Error::OutOfMemory { name: "num_blocks", came: num_blocks, bytes }) } else { Ok(()) }
 }
 
 impl BlockPool {

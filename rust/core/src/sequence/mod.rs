@@ -13,7 +13,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::{
     context::{Context, Extra},
-    error::{Error, Result},
+    error::{Error, Result, check_range},
     ids::BlockId,
     pool::BlockPool,
 };
@@ -104,6 +104,12 @@ impl Sequence {
         &self.0
     }
 
+    /// Whether two handles are of one sequence.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Work on the state, wherever it lies; `None` as the most tokens stands for no limit.
     fn with<R>(&self, work: impl FnOnce(&mut SequenceState, Option<usize>) -> Result<R>) -> Result<R> {
         Self::with_place(&mut *self.0.lock()?, work)
@@ -179,13 +185,14 @@ impl Sequence {
             check_tokens("token_ids", tokens)?;
         }
         self.with(|state, most| {
-            check_length(state.num_tokens().saturating_add(count), most.unwrap_or(i32::MAX as usize))?;
+            let num_tokens = state.num_tokens().saturating_add(count);
+            match most {
+                Some(most) => check_length(num_tokens, most)?,
+                None => check_range("num_tokens", num_tokens, 0, i32::MAX as usize)?,
+            }
             match new {
                 NewTokens::Known(tokens, extras) => state.extend_known(tokens, extras),
-                NewTokens::Unknown(count) => {
-                    state.extend_unknown(count);
-                    Ok(())
-                }
+                NewTokens::Unknown(count) => state.extend_unknown(count),
             }
         })
     }

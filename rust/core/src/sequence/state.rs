@@ -127,10 +127,16 @@ impl SequenceState {
         self.history.tokens.push(token);
     }
 
-    pub(crate) fn extend_unknown(&mut self, n: usize) {
-        let start = self.num_tokens();
-        self.history.unknown.extend(start..start + n);
-        self.history.tokens.resize(start + n, UNKNOWN_TOKEN);
+    pub(crate) fn extend_unknown(&mut self, n: usize) -> Result<()> {
+        let (start, history) = (self.num_tokens(), &mut self.history);
+        let reserved = history.tokens.try_reserve(n).and_then(|()| history.unknown.try_reserve(n));
+        if reserved.is_err() {
+            let bytes = n * (size_of::<i32>() + size_of::<usize>());
+            return Err(Error::OutOfMemory { name: "token_ids", came: n, bytes });
+        }
+        history.unknown.extend(start..start + n);
+        history.tokens.resize(start + n, UNKNOWN_TOKEN);
+        Ok(())
     }
 
     /// The oldest unknown tokens become known.
