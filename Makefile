@@ -30,8 +30,9 @@ lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	$(BIN)/mypy
 	cd tests && ../$(BIN)/python -m mypy.stubtest kvfolio._native
 
-test-rust: ## Tests of the Rust crate
+test-rust: ## Tests of the Rust crate, models of its races, its documentation
 	cargo test --quiet -p kvfolio
+	RUSTFLAGS="--cfg loom" cargo test --quiet --target-dir target/loom -p kvfolio --lib models
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
 
 test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel

@@ -6,9 +6,7 @@
 
 use std::collections::VecDeque;
 
-use parking_lot::Mutex;
-
-use crate::{ids::BlockId, pool::BlockPool};
+use crate::{ids::BlockId, pool::BlockPool, sync::Mutex};
 
 struct Flight {
     serial: u64,
@@ -26,7 +24,7 @@ pub(crate) struct Holds {
 
 impl Holds {
     pub(crate) fn new(pool: &BlockPool) -> Self {
-        Self { pool: pool.clone(), flights: Mutex::default() }
+        Self { pool: pool.clone(), flights: Mutex::new(VecDeque::new()) }
     }
 
     /// A plan takes off.

@@ -30,6 +30,7 @@ mod key;
 mod plan;
 mod pool;
 mod sequence;
+mod sync;
 mod table;
 
 pub use batch::{Batch, PlanRequest, TokenCaps};

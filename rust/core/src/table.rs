@@ -1,15 +1,13 @@
 //! One sequence's map from logical to physical blocks; it holds a reference to each of them.
 
-use std::{
-    collections::HashSet,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{collections::HashSet, sync::Arc};
 
 use crate::{
     error::{Error, Result, check_range},
     holds::Holds,
     ids::{BlockId, block_layout},
     pool::{BlockPool, Opening, Shared},
+    sync::Ordering,
 };
 
 /// A block to be copied before anything is written: what is read, and where it goes.

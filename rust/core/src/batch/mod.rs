@@ -9,8 +9,6 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use parking_lot::{Mutex, MutexGuard};
-
 pub use self::choice::{PlanRequest, TokenCaps};
 use self::rows::Rows;
 use crate::{
@@ -19,6 +17,7 @@ use crate::{
     plan::{Plan, PlanShared, Recycler, ToldTables},
     pool::BlockPool,
     sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length, check_tokens},
+    sync::{Mutex, MutexGuard},
 };
 
 /// A handle to a batch: its calls take `&self` and refuse a second thread with `ConcurrentUse`.

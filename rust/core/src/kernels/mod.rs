@@ -1,4 +1,4 @@
-//! Kernels that read and write paged K and V through a plan's arrays: [`write`], [`copy_blocks`], [`attend`].
+//! Kernels that read and write paged K and V through a plan's arrays: [`write()`], [`copy_blocks`], [`attend`].
 //!
 //! They know nothing of pools and sequences. Every number that comes in (block ids, slots, lengths) is held
 //! against the views before any memory is touched, and a call that fails has changed nothing.

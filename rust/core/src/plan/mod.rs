@@ -3,10 +3,7 @@
 mod arrays;
 mod table_buffer;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU8, Ordering},
-};
+use std::sync::Arc;
 
 pub use arrays::{Csr, PlanArrays};
 pub(crate) use arrays::{Recycler, RowStep};
@@ -16,6 +13,7 @@ use crate::{
     batch::BatchCell,
     error::{Error, Result},
     sequence::{PlanId, check_tokens},
+    sync::{AtomicBool, AtomicU8, Ordering},
 };
 
 /// What a plan did to one row.

@@ -1,11 +1,10 @@
 //! Recomputes what is recorded twice, and compares.
 
-use std::sync::atomic::Ordering;
-
 use super::Shared;
 use crate::{
     error::{Error, Result},
     ids::BlockId,
+    sync::Ordering,
 };
 
 #[derive(Default)]

@@ -7,9 +7,10 @@
 //!
 //! Who takes from here has reserved the count beforehand, so there is enough for everybody.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-
-use crate::ids::BlockId;
+use crate::{
+    ids::BlockId,
+    sync::{AtomicU32, AtomicU64, Ordering},
+};
 
 /// Blank blocks, linked up and not on the stack yet.
 #[derive(Default)]

@@ -4,10 +4,6 @@
 //! into or out of the idle state. It is taken once for a batch of blocks, never while anything is hashed,
 //! and never by calls that concern blank or unpublished blocks alone.
 
-use std::sync::atomic::Ordering;
-
-use parking_lot::MutexGuard;
-
 use super::{
     Shared,
     blank::Chain,
@@ -19,6 +15,7 @@ use crate::{
     error::{Error, Result},
     ids::BlockId,
     key::{Key, KeyChain},
+    sync::{MutexGuard, Ordering},
 };
 
 /// Keys hashed ahead of a look-up, so that a long prompt which is not cached costs little.

@@ -8,16 +8,13 @@ mod blank;
 mod cache;
 mod idle;
 mod index;
+#[cfg(all(test, loom))]
+mod models;
 mod references;
 mod stats;
 mod word;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicIsize, AtomicU32, AtomicU64, AtomicUsize, Ordering},
-};
-
-use parking_lot::Mutex;
+use std::sync::Arc;
 
 use self::{
     blank::BlankBlocks,
@@ -34,6 +31,7 @@ use crate::{
     ids::{BlockId, MAX_BLOCKS},
     key::KeyChain,
     sequence::{Sequence, check_tokens},
+    sync::{AtomicIsize, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering},
     table::BlockTable,
 };
 

@@ -1,8 +1,6 @@
 //! Taking blocks, and giving them back: what the layers above build on. None of it can fail once the
 //! count was reserved, and none of it takes a lock as long as only blank or unpublished blocks are concerned.
 
-use std::sync::atomic::Ordering;
-
 use super::{
     Shared,
     blank::Chain,
@@ -11,6 +9,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     ids::BlockId,
+    sync::{Ordering, spin_loop},
 };
 
 impl Shared {
@@ -45,7 +44,7 @@ impl Shared {
                 self.evict(end - taken.len(), taken);
             }
             if taken.len() == start {
-                std::hint::spin_loop();
+                spin_loop();
             }
         }
         self.counters.allocations.add(n);

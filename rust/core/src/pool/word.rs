@@ -22,7 +22,7 @@
 //! Orderings: an operation that gives up a claim is a release and one that gains a claim is an acquire, so
 //! that what the last user did to the block happens before what the next one does, as in `std::sync::Arc`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering};
 
 const REFERENCE: u64 = 1;
 const REFERENCES: u64 = (1 << 24) - 1;

@@ -9,13 +9,12 @@ mod steps;
 
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
-
 use crate::{
     context::{Context, Extra},
     error::{Error, Result, check_range},
     ids::BlockId,
     pool::BlockPool,
+    sync::{Mutex, MutexGuard},
 };
 pub(crate) use state::SequenceState;
 pub(crate) use steps::{NewStep, PlanId};
