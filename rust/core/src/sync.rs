@@ -22,7 +22,7 @@ mod imp {
         thread::yield_now as spin_loop, // a model ends only if who waits lets others go on
     };
 
-    /// loom's mutex, with parking_lot's signatures.
+    /// loom's mutex, with the signatures of `parking_lot`'s.
     pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
 
     impl<T> Mutex<T> {

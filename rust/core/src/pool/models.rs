@@ -3,6 +3,8 @@
 //! Each model has the fewest blocks and threads that let the race happen. What a thread gets it stamps as its
 //! own, so a block with two owners is found out; at the end the audit recounts everything.
 
+#![expect(clippy::unwrap_used, reason = "a model that panics has failed")]
+
 use std::sync::Arc;
 
 use loom::{
@@ -150,6 +152,25 @@ fn a_hit_and_an_eviction_do_not_both_get_the_block() {
         });
         assert_eq!((pool.num_free(), pool.num_referenced()), (0, 1));
         audit(&pool, 1);
+    });
+}
+
+#[test]
+fn an_eviction_passes_over_what_was_hit() {
+    check(|| {
+        let pool = BlockPool::new(2, 1, true).unwrap();
+        let keys = keys(&pool, 2);
+        pool.shared().drop_references(&published(&pool, &keys));
+        let owners = Owners::new(2);
+        let (other, others) = (pool.clone(), Arc::clone(&owners));
+        at_once(
+            move || others.take(&allocate(other.shared(), 1).unwrap()),
+            || {
+                let (hits, _) = pool.shared().hold_prefix(&keys[1..], None); // the next to be evicted
+                owners.take(&hits);
+            },
+        );
+        audit(&pool, pool.num_referenced());
     });
 }
 
