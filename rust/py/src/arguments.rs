@@ -47,7 +47,10 @@ pub(crate) fn integer(name: &str, value: Any<'_, '_>) -> PyResult<Option<i64>> {
 pub(crate) fn count(name: &str, value: Any<'_, '_>, minimum: i64) -> PyResult<usize> {
     match integer(name, value)? {
         Some(number) if number >= minimum => Ok(number as usize),
-        _ => {
+        Some(number) => {
+            Err(PyValueError::new_err(format!("{name} must be at least {minimum}, not {number}")))
+        }
+        None => {
             let came = shown(value);
             Err(PyValueError::new_err(format!("{name} must be between {minimum} and {LARGEST}, not {came}")))
         }

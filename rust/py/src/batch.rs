@@ -18,6 +18,7 @@ use crate::{
 #[pyclass(name = "Batch", module = "kvfolio", frozen, weakref)]
 pub(crate) struct PyBatch {
     batch: Batch,
+    pool: Py<PyBlockPool>,
     /// The objects that were admitted, so that `remove` returns the same; outdated where a row is empty.
     admitted: Mutex<Vec<Option<Py<PySequence>>>>,
 }
@@ -90,7 +91,13 @@ impl PyBatch {
         let max_sequences = arguments::count("max_sequences", max_sequences, 1)?;
         let max_tokens = arguments::count("max_tokens_per_sequence", max_tokens_per_sequence, 1)?;
         let batch = Batch::new(&pool.get().0, max_sequences, max_tokens)?;
-        Ok(Self { batch, admitted: Mutex::default() })
+        Ok(Self { batch, pool: pool.clone().unbind(), admitted: Mutex::default() })
+    }
+
+    /// The pool whose sequences it runs.
+    #[getter]
+    fn pool(&self, py: Python<'_>) -> Py<PyBlockPool> {
+        self.pool.clone_ref(py)
     }
 
     /// Rows.
@@ -177,6 +184,9 @@ impl PyBatch {
     ///
     /// `rows` are served in the order given, by default all in admission order; each takes at most `num_tokens` (one number, or
     /// one a row) of its pending tokens, all together at most `max_tokens`. Raises OutOfBlocks, and has changed nothing then.
+    ///
+    /// Every plan has to be ended, best by `with`. One that is forgotten is rolled back when it is collected, with a
+    /// ResourceWarning, which Python shows with `-W default` only.
     #[pyo3(signature = (max_tokens = None, partial = false, *, rows = None, num_tokens = None))]
     fn plan(
         &self,
@@ -187,7 +197,7 @@ impl PyBatch {
         num_tokens: Option<Any<'_, '_>>,
     ) -> Result<PyPlan> {
         let request = Request::new(max_tokens, rows, num_tokens)?;
-        Ok(PyPlan::new(py, self.batch.plan(&request.as_core(partial))?)?)
+        Ok(PyPlan::new(py, self.batch.plan(&request.as_core(partial))?, self.pool.clone_ref(py))?)
     }
 
     fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {

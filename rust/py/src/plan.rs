@@ -16,7 +16,7 @@ use crate::{
     arguments::{self, Any},
     arrays::{owned, read_only},
     errors::Result,
-    pool::refuse_pickling,
+    pool::{PyBlockPool, refuse_pickling},
 };
 
 /// What a plan's numpy arrays are views of: as long as one of them lives, so do the arrays, and they are not
@@ -33,15 +33,16 @@ struct ArraysOwner {
 #[pyclass(name = "Plan", module = "kvfolio", frozen, weakref)]
 pub(crate) struct PyPlan {
     plan: Plan,
+    pool: Py<PyBlockPool>,
     owner: Py<ArraysOwner>,
     /// `with` has given it up: it is rolled back when its turn comes, and nobody has forgotten it.
     given_up: AtomicBool,
 }
 
 impl PyPlan {
-    pub(crate) fn new(py: Python<'_>, plan: Plan) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, plan: Plan, pool: Py<PyBlockPool>) -> PyResult<Self> {
         let owner = Py::new(py, ArraysOwner { _kept: Arc::clone(plan.arrays()) })?;
-        Ok(Self { plan, owner, given_up: AtomicBool::new(false) })
+        Ok(Self { plan, pool, owner, given_up: AtomicBool::new(false) })
     }
 
     fn arrays(&self) -> &PlanArrays {
@@ -101,13 +102,13 @@ array_getters! {
     slot_mapping: i64,
     /// `int32[n]`: tokens in the last page of each row, 1 to block_size.
     last_page_len: i32,
-    /// `int32[m]`: rows with nothing left to plan: they get a next token.
+    /// `int32[m]`: rows whose last token is in this step: they get a next one.
     logits_rows: i32,
     /// `int64[m]`: where, among the T tokens, their logits are.
     logits_indices: i64,
     /// `int32`: rows that a partial plan refused for want of blocks.
     skipped: i32,
-    /// `int32`: those of them whose share of the plan exceeds the whole pool.
+    /// `int32`: of the rows in `skipped`, those whose share of the plan exceeds the whole pool.
     never_fit: i32,
 }
 
@@ -139,13 +140,25 @@ impl PyPlan {
     /// `int32[n + 1]`: where the pages of each row begin in page_indices (FlashInfer).
     #[getter]
     fn page_indptr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.view(py, &self.arrays().csr(self.plan.block_size()).indptr)
+        self.view(py, &self.arrays().csr().indptr)
     }
 
     /// `int32`: the block ids of all rows, one row after the other (FlashInfer).
     #[getter]
     fn page_indices<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.view(py, &self.arrays().csr(self.plan.block_size()).indices)
+        self.view(py, &self.arrays().csr().indices)
+    }
+
+    /// The pool whose blocks it names.
+    #[getter]
+    fn pool(&self, py: Python<'_>) -> Py<PyBlockPool> {
+        self.pool.clone_ref(py)
+    }
+
+    /// Whether it was rolled back: its blocks are others' now.
+    #[getter]
+    fn is_rolled_back(&self) -> bool {
+        self.plan.is_rolled_back()
     }
 
     /// T.

@@ -81,8 +81,9 @@ impl PyBlockPool {
     }
 
     /// The id that pads tables; never handed out.
-    #[classattr]
-    fn null_block() -> i32 {
+    #[getter]
+    #[expect(clippy::unused_self, reason = "a property")]
+    fn null_block(&self) -> i32 {
         BlockId::NULL.as_i32()
     }
 

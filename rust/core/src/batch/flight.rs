@@ -22,27 +22,38 @@ struct Taken {
     fresh: Vec<BlockId>,
 }
 
+/// How often a plan that other threads interfere with is chosen anew.
+const MOST_ROUNDS: usize = 100;
+
 impl BatchState {
     pub(super) fn plan(&mut self, request: &PlanRequest<'_>) -> Result<Arc<PlanShared>> {
-        self.roll_back_dropped();
-        // A second round is needed only if another thread changed the pool between choosing and taking.
-        let (choice, taken) = loop {
-            let choice = self.choose(request)?;
-            if choice.needed > self.pool.num_free() {
-                return Err(self.pool.shared().out_of_blocks(choice.needed, choice.ever_fits));
-            }
-            if let Some(taken) = self.take(&choice)? {
-                break (choice, taken);
-            }
-        };
+        let (choice, taken) = self.choose_and_take(request)?;
         self.forget_dropped_plans();
         let id = PlanId { batch: self.serial, serial: self.pool.shared().next_serial() };
         self.holds.begin(id.serial);
-        let (steps, copies) = self.take_steps(id, &choice, taken)?;
-        let plan = Arc::new(self.export(id, steps, &copies, choice)?);
+        let (steps, copies) = self.take_steps(id, &choice, taken);
+        let plan = Arc::new(self.export(id, steps, &copies, choice));
         self.plans.push((id.serial, Arc::downgrade(&plan)));
         self.in_flight.push_back(Arc::clone(&plan));
         Ok(plan)
+    }
+
+    /// A second round is needed only if another thread changed the pool between choosing and taking. Who is
+    /// overtaken again and again is told that there are no blocks, which for others there were.
+    fn choose_and_take(&mut self, request: &PlanRequest<'_>) -> Result<(Choice, Taken)> {
+        let mut choice = self.choose(request)?;
+        for _ in 0..MOST_ROUNDS {
+            if choice.needed <= self.pool.num_free()
+                && let Some(taken) = self.take(&choice)?
+            {
+                return Ok((choice, taken));
+            }
+            if choice.needed > self.pool.num_free() && !request.partial {
+                break;
+            }
+            choice = self.choose(request)?;
+        }
+        Err(self.pool.shared().out_of_blocks(choice.needed, choice.ever_fits))
     }
 
     /// Hold what the choice found, open the blocks that it writes into, take the fresh ones. `None` if the
@@ -50,22 +61,22 @@ impl BatchState {
     fn take(&mut self, choice: &Choice) -> Result<Option<Taken>> {
         // What is found is held before anything is evicted, and before it is decided who copies.
         for (index, step) in choice.steps.iter().enumerate() {
-            let held = self.rows.state(step.row)?.hold_found(&step.found, true);
+            let held = self.rows.chosen(step.row).hold_found(&step.found, true);
             if held != Ok(true) {
-                self.give_up(choice, index, &[])?;
+                self.give_up(choice, index, &[]);
                 return held.map(|_| None);
             }
         }
         let (mut openings, mut needed) = (Vec::with_capacity(choice.steps.len()), 0);
         for step in &choice.steps {
-            let table = &self.rows.state(step.row)?.table;
+            let table = &self.rows.chosen(step.row).table;
             let opening = table.open_last(step.count);
             needed += table.blocks_needed_opened(step.count, opening);
             openings.push(opening);
         }
         let shared = self.pool.shared();
         if !shared.reserve(needed) {
-            self.give_up(choice, choice.steps.len(), &openings)?;
+            self.give_up(choice, choice.steps.len(), &openings);
             return Ok(None);
         }
         let mut fresh = Vec::with_capacity(needed);
@@ -73,14 +84,13 @@ impl BatchState {
         Ok(Some(Taken { openings, fresh }))
     }
 
-    fn give_up(&mut self, choice: &Choice, num_held: usize, openings: &[Option<Opening>]) -> Result<()> {
+    fn give_up(&mut self, choice: &Choice, num_held: usize, openings: &[Option<Opening>]) {
         for (step, opening) in choice.steps.iter().zip(openings) {
-            self.rows.state(step.row)?.close_last(*opening);
+            self.rows.chosen(step.row).close_last(*opening);
         }
         for step in choice.steps[..num_held].iter().rev() {
-            self.rows.state(step.row)?.unhold_found(step.found.len());
+            self.rows.chosen(step.row).unhold_found(step.found.len());
         }
-        Ok(())
     }
 
     /// The rows take their steps; this cannot fail.
@@ -89,13 +99,13 @@ impl BatchState {
         id: PlanId,
         choice: &Choice,
         taken: Taken,
-    ) -> Result<(Vec<FlightStep>, Vec<Option<Copy>>)> {
+    ) -> (Vec<FlightStep>, Vec<Option<Copy>>) {
         let has_handle = |serial| self.plans.binary_search_by_key(&serial, |(serial, _)| *serial).is_ok();
         let mut fresh = taken.fresh.into_iter();
         let mut steps = Vec::with_capacity(choice.steps.len());
         let mut copies = Vec::with_capacity(choice.steps.len());
         for (chosen, opening) in choice.steps.iter().zip(taken.openings) {
-            let state = self.rows.state(chosen.row)?;
+            let state = self.rows.chosen(chosen.row);
             let start = state.table.num_tokens();
             let new = NewStep {
                 plan: id,
@@ -115,7 +125,7 @@ impl BatchState {
             });
         }
         debug_assert_eq!(fresh.len(), 0);
-        Ok((steps, copies))
+        (steps, copies)
     }
 
     /// The tables as they are now, in the forms that kernels read.
@@ -125,28 +135,24 @@ impl BatchState {
         steps: Vec<FlightStep>,
         copies: &[Option<Copy>],
         choice: Choice,
-    ) -> Result<PlanShared> {
+    ) -> PlanShared {
         let block_size = self.pool.block_size();
-        let mut width = 0;
-        for step in &steps {
-            width = width.max(self.rows.state(step.row)?.table.blocks().len());
-        }
+        let widths = steps.iter().map(|step| self.rows.chosen(step.row).table.blocks().len());
+        let width = widths.max().unwrap_or(0);
         let (rows, told) = (&mut self.rows, &mut self.told);
-        let arrays = self.recycler.write(steps.len(), width, |arrays| {
+        let arrays = self.recycler.write(steps.len(), width, block_size, |arrays| {
             for (step, copy) in steps.iter().zip(copies) {
-                let Ok(state) = rows.state(step.row) else {
-                    continue;
-                };
+                let state = rows.chosen(step.row);
                 let tokens = &state.tokens()[step.start..step.stop];
                 let (row, start, samples) = (step.row, step.start, step.samples);
                 let table = &state.table;
-                arrays.push_row(&RowStep { row, start, tokens, table, copy: *copy, samples }, block_size);
+                arrays.push_row(&RowStep { row, start, tokens, table, copy: *copy, samples });
                 told.tell(row, table, &mut arrays.table_updates);
             }
             arrays.skipped.extend(choice.skipped);
             arrays.never_fit.extend(choice.never_fit);
         });
-        Ok(PlanShared::new(id, steps, arrays))
+        PlanShared::new(id, steps, arrays)
     }
 
     pub(crate) fn commit(&mut self, plan: &PlanShared, num_accepted: Option<&[usize]>) -> Result<()> {
@@ -154,10 +160,12 @@ impl BatchState {
         if let Some(accepted) = num_accepted {
             check_accepted(plan, accepted)?;
         }
+        self.check_reachable(plan)?;
         let held = self.end(plan, true);
         for (index, step) in plan.steps.iter().enumerate() {
             let accepted = num_accepted.map_or(step.stop, |accepted| step.start + accepted[index]);
-            self.with_sequence(step.row, step.sequence, |state, _| {
+            // Whoever came between since the check has the sequence; it is passed over.
+            let _ = self.with_sequence(step.row, step.sequence, |state, _| {
                 state.commit_step(plan.id.serial, accepted, step.stop, step.samples);
             });
         }
@@ -168,6 +176,7 @@ impl BatchState {
 
     pub(crate) fn rollback(&mut self, plan: &PlanShared) -> Result<()> {
         self.check_turn(plan)?;
+        self.check_reachable(plan)?;
         self.undo(plan);
         self.roll_back_dropped();
         Ok(())
@@ -183,9 +192,17 @@ impl BatchState {
     fn undo(&mut self, plan: &PlanShared) {
         let held = self.end(plan, false);
         for step in &plan.steps {
-            self.with_sequence(step.row, step.sequence, |state, _| state.rollback_step(plan.id.serial));
+            let _ =
+                self.with_sequence(step.row, step.sequence, |state, _| state.rollback_step(plan.id.serial));
         }
         self.pool.shared().drop_holds(&held);
+    }
+
+    /// Refuse to end a plan while another thread is at work on a sequence that left for another batch.
+    fn check_reachable(&mut self, plan: &PlanShared) -> Result<()> {
+        plan.steps
+            .iter()
+            .try_for_each(|step| self.with_sequence(step.row, step.sequence, |_, _| ()).map(|_| ()))
     }
 
     fn check_turn(&self, plan: &PlanShared) -> Result<()> {
@@ -221,7 +238,7 @@ impl BatchState {
                     Some((position, most)) => check_length(position + 1, most).map(|()| Some(position)),
                     None => Ok(position),
                 }
-            });
+            })?;
             positions.push(position.transpose()?.flatten());
         }
         let mut taken = Vec::with_capacity(token_ids.len());
@@ -230,6 +247,8 @@ impl BatchState {
                 self.with_sequence(step.row, step.sequence, |state, _| {
                     state.take_sampled(serial, ended, position, *token)
                 })
+                .ok()
+                .flatten()
             });
             taken.push(taken_there.unwrap_or(false));
         }

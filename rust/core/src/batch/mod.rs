@@ -14,9 +14,10 @@ use self::rows::Rows;
 use crate::{
     error::{Error, Result, check_range},
     holds::Holds,
+    ids::check_tokens,
     plan::{Plan, PlanShared, Recycler, ToldTables},
     pool::BlockPool,
-    sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length, check_tokens},
+    sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length},
     sync::{Mutex, MutexGuard},
 };
 
@@ -51,8 +52,11 @@ impl BatchCell {
         &self.pool
     }
 
+    /// Every entry ends the plans first that were dropped while another thread was in here.
     pub(crate) fn lock(&self) -> Result<MutexGuard<'_, BatchState>> {
-        self.state.try_lock().ok_or(Error::ConcurrentUse("batch"))
+        let mut batch = self.state.try_lock().ok_or(Error::ConcurrentUse("batch"))?;
+        batch.roll_back_dropped();
+        Ok(batch)
     }
 }
 
@@ -121,7 +125,7 @@ impl Batch {
         let state = match &mut *place {
             Place::Freed => return Err(Error::StaleHandle("sequence has been freed")),
             Place::Running(..) => {
-                return Err(Error::argument("sequence", "in no batch", "in one already"));
+                return Err(Error::argument("seq", "in no batch", "in one already"));
             }
             Place::Alone(state) => state,
         };
@@ -129,7 +133,7 @@ impl Batch {
             return Err(Error::PlanInFlight("a sequence in a plan in flight cannot be admitted"));
         }
         if !state.pool().is_same(&self.0.pool) {
-            return Err(Error::argument("sequence", "of the batch's pool", "of another"));
+            return Err(Error::argument("seq", "of the batch's pool", "of another"));
         }
         check_length(state.num_tokens(), self.0.max_tokens)?;
         let Some(row) = batch.rows.lowest_vacant() else {
@@ -169,7 +173,7 @@ impl Batch {
         batch.note_departed(state.serial, sequence.cell());
         let running = std::mem::replace(&mut *place, Place::Alone(state));
         drop((place, batch));
-        drop(running); // perhaps the last handle to the batch, which must not be locked then
+        drop(running);
         Ok(sequence)
     }
 
@@ -286,18 +290,21 @@ impl BatchState {
         self.plans.retain(|(_, plan)| plan.strong_count() > 0);
     }
 
-    /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended.
+    /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended,
+    /// and an error if it is in another batch that is in use.
     fn with_sequence<R>(
         &mut self,
         row: usize,
         serial: u64,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> R,
-    ) -> Option<R> {
+    ) -> Result<Option<R>> {
         if let Some(row) = self.rows.find(row, serial) {
             let most = self.max_tokens;
-            return self.rows.state(row).ok().map(|state| work(state, Some(most)));
+            return Ok(Some(work(self.rows.chosen(row), Some(most))));
         }
-        let cell = self.departed.get(&serial)?.upgrade()?;
-        Sequence::of_cell(cell).with_waiting(work)
+        match self.departed.get(&serial).and_then(Weak::upgrade) {
+            Some(cell) => Sequence::of_cell(cell).with_waiting(work),
+            None => Ok(None),
+        }
     }
 }

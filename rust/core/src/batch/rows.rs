@@ -1,6 +1,10 @@
 //! Which sequence is in which row, and in which order they came.
 
-use std::{cmp::Reverse, collections::BinaryHeap, sync::Weak};
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap},
+    sync::Weak,
+};
 
 use crate::{
     error::{Error, Result},
@@ -18,6 +22,7 @@ pub(super) struct Rows {
     /// Those that were taken so far.
     occupied: Vec<Option<Row>>,
     in_order: Vec<usize>,
+    by_serial: HashMap<u64, usize>,
     /// Of those, the ones that are free again.
     vacant: BinaryHeap<Reverse<usize>>,
 }
@@ -28,6 +33,7 @@ impl Rows {
             capacity: max_sequences,
             occupied: Vec::new(),
             in_order: Vec::new(),
+            by_serial: HashMap::new(),
             vacant: BinaryHeap::new(),
         }
     }
@@ -47,15 +53,17 @@ impl Rows {
             self.occupied.push(None);
         }
         self.in_order.push(row);
+        self.by_serial.insert(state.serial, row);
         self.occupied[row] = Some(Row { state, handle });
     }
 
     pub(super) fn vacate(&mut self, row: usize) -> Result<Row> {
         self.get(row)?;
-        let vacated = self.occupied[row].take();
+        let vacated = self.occupied[row].take().ok_or_else(|| Self::empty(row))?;
+        self.by_serial.remove(&vacated.state.serial);
         self.in_order.retain(|other| *other != row);
         self.vacant.push(Reverse(row));
-        vacated.ok_or_else(|| Self::empty(row))
+        Ok(vacated)
     }
 
     pub(super) fn get(&self, row: usize) -> Result<&Row> {
@@ -73,12 +81,16 @@ impl Rows {
         self.occupied[row].as_mut().map(|occupied| &mut *occupied.state).ok_or_else(|| Self::empty(row))
     }
 
+    /// The state in a row that was chosen for a plan, under the same lock.
+    pub(super) fn chosen(&mut self, row: usize) -> &mut SequenceState {
+        let chosen = self.occupied.get_mut(row).and_then(Option::as_mut);
+        &mut chosen.expect("a row that was chosen is occupied while the batch is locked").state
+    }
+
     /// The row of a sequence that was in `row` once.
     pub(super) fn find(&self, row: usize, serial: u64) -> Option<usize> {
-        let is_there = |row: &usize| {
-            self.occupied[*row].as_ref().is_some_and(|occupied| occupied.state.serial == serial)
-        };
-        Some(row).filter(is_there).or_else(|| self.in_order.iter().copied().find(is_there))
+        let is_there = |row: &usize| self.get(*row).is_ok_and(|there| there.state.serial == serial);
+        Some(row).filter(is_there).or_else(|| self.by_serial.get(&serial).copied())
     }
 
     /// Refuse rows that are empty or named twice.

@@ -33,6 +33,7 @@ pub struct PlanArrays {
     pub(crate) never_fit: Vec<i32>,
     block_table: TableBuffer,
     width: usize,
+    block_size: usize,
     max_query_len: usize,
     max_seq_len: usize,
     csr: OnceLock<Csr>,
@@ -106,12 +107,12 @@ impl PlanArrays {
     }
 
     /// The same table in CSR form, made when first asked for.
-    pub fn csr(&self, block_size: usize) -> &Csr {
+    pub fn csr(&self) -> &Csr {
         self.csr.get_or_init(|| {
             let mut csr = Csr { indptr: Vec::with_capacity(self.rows.len() + 1), indices: Vec::new() };
             csr.indptr.push(0);
             for (index, seq_len) in self.seq_lens.iter().enumerate() {
-                let pages = (*seq_len as usize).div_ceil(block_size);
+                let pages = (*seq_len as usize).div_ceil(self.block_size);
                 csr.indices.extend_from_slice(&self.block_table.row(index)[..pages]);
                 csr.indptr.push(csr.indices.len() as i32);
             }
@@ -120,7 +121,7 @@ impl PlanArrays {
     }
 
     /// Begin anew, for rows of up to `width` blocks.
-    fn start(&mut self, num_rows: usize, width: usize) {
+    fn start(&mut self, num_rows: usize, width: usize, block_size: usize) {
         for numbers in [
             &mut self.rows,
             &mut self.token_ids,
@@ -140,11 +141,12 @@ impl PlanArrays {
         self.table_updates.clear();
         self.query_start_loc.push(0);
         self.block_table.fit(num_rows, width);
-        (self.width, self.max_query_len, self.max_seq_len) = (width, 0, 0);
+        (self.width, self.block_size) = (width, block_size);
+        (self.max_query_len, self.max_seq_len) = (0, 0);
         self.csr = OnceLock::new();
     }
 
-    pub(crate) fn push_row(&mut self, step: &RowStep<'_>, block_size: usize) {
+    pub(crate) fn push_row(&mut self, step: &RowStep<'_>) {
         let (start, stop) = (step.start, step.start + step.tokens.len());
         self.block_table.set_row(self.rows.len(), step.table);
         self.rows.push(step.row as i32);
@@ -153,7 +155,7 @@ impl PlanArrays {
         self.slot_mapping.extend((start..stop).map(|position| step.table.slot(position)));
         self.query_start_loc.push(self.token_ids.len() as i32);
         self.seq_lens.push(stop as i32);
-        self.last_page_len.push(((stop - 1) % block_size + 1) as i32);
+        self.last_page_len.push(((stop - 1) % self.block_size + 1) as i32);
         self.copies.extend(step.copy.map(|(source, target)| [source.as_i32(), target.as_i32()]));
         if step.samples {
             self.logits_rows.push(step.row as i32);
@@ -179,12 +181,13 @@ impl Recycler {
         &mut self,
         num_rows: usize,
         width: usize,
+        block_size: usize,
         fill: impl FnOnce(&mut PlanArrays),
     ) -> Arc<PlanArrays> {
         let unused = self.kept.iter_mut().position(|arrays| Arc::get_mut(arrays).is_some());
         let mut arrays = unused.map_or_else(Arc::default, |index| self.kept.swap_remove(index));
         if let Some(arrays) = Arc::get_mut(&mut arrays) {
-            arrays.start(num_rows, width);
+            arrays.start(num_rows, width, block_size);
             fill(arrays);
         }
         if self.kept.len() == MOST_KEPT {

@@ -12,7 +12,8 @@ pub(crate) use table_buffer::ToldTables;
 use crate::{
     batch::BatchCell,
     error::{Error, Result},
-    sequence::{PlanId, check_tokens},
+    ids::check_tokens,
+    sequence::PlanId,
     sync::{AtomicBool, AtomicU8, Ordering},
 };
 
@@ -92,6 +93,11 @@ impl Plan {
         self.shared.is_in_flight()
     }
 
+    /// Whether it was rolled back: its blocks are others' now.
+    pub fn is_rolled_back(&self) -> bool {
+        self.shared.was_rolled_back()
+    }
+
     /// The step's K and V are written, or their writing stands in the queue before whatever reads them next:
     /// its tokens are computed, its full blocks findable. Of each row only the first `num_accepted` of its
     /// tokens stand, by default all; the rest, and what followed them, was never part of the sequence.
@@ -122,10 +128,8 @@ impl Plan {
     pub fn abandon(&self) {
         if self.is_in_flight() {
             self.shared.dropped.store(true, Ordering::Release);
-            // If another thread is at work on the batch, the next plan to begin or end finds the flag.
-            if let Ok(mut batch) = self.batch.lock() {
-                batch.roll_back_dropped();
-            }
+            // Entering rolls it back. If another thread is at work on the batch, the next to enter does.
+            drop(self.batch.lock());
         }
     }
 }

@@ -4,6 +4,8 @@
 //! into or out of the idle state. It is taken once for a batch of blocks, never while anything is hashed,
 //! and never by calls that concern blank or unpublished blocks alone.
 
+use std::ops::Range;
+
 use super::{
     Shared,
     blank::Chain,
@@ -53,27 +55,29 @@ impl Shared {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// The longest unbroken run of published blocks behind those in `found`, up to `most` in all; nothing
-    /// is held. The chain grows by what is hashed for it, within `tokens`, which are all known.
+    /// The longest unbroken run of published blocks among the logical blocks `range`; nothing is held. The
+    /// chain grows by what is hashed for it, within `tokens`, which are all known.
     pub(crate) fn find_prefix(
         &self,
         chain: &mut KeyChain,
         tokens: &[i32],
         extras: &[crate::Extra],
-        most: usize,
-        found: &mut Vec<BlockId>,
-    ) {
-        while self.prefix_cache && found.len() < most {
-            chain.extend(tokens, extras, self.block_size, most.min(found.len() + LOOK_AHEAD));
-            let keys = &chain.keys()[found.len().min(chain.keys().len())..];
-            let keys = &keys[..keys.len().min(most - found.len())];
-            let before = found.len();
+        mut range: Range<usize>,
+    ) -> Vec<BlockId> {
+        let mut found = Vec::new();
+        while self.prefix_cache && !range.is_empty() {
+            let stop = range.end.min(range.start + LOOK_AHEAD);
+            chain.extend(tokens, extras, self.block_size, stop);
+            let keys = chain.keys().get(range.start..stop.min(chain.keys().len())).unwrap_or(&[]);
             let cache = self.lock_cache();
+            let before = found.len();
             found.extend(keys.iter().map_while(|key| cache.index.find(key)));
-            if found.len() - before < keys.len() || keys.is_empty() {
-                return;
+            if found.len() - before < stop - range.start {
+                break;
             }
+            range.start = stop;
         }
+        found
     }
 
     /// Take a reference to each of the longest unbroken run of published blocks with these keys, and tell the

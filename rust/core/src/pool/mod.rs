@@ -28,11 +28,9 @@ pub use stats::Stats;
 use crate::{
     context::Context,
     error::{Error, Result, check_range},
-    ids::{BlockId, MAX_BLOCKS},
+    ids::{BlockId, MAX_BLOCKS, check_tokens},
     key::KeyChain,
-    sequence::{Sequence, check_tokens},
     sync::{AtomicIsize, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering},
-    table::BlockTable,
 };
 
 /// The pool of blocks. Clones are handles to the same pool; its calls may come from any thread.
@@ -196,15 +194,9 @@ impl BlockPool {
     pub fn match_prefix(&self, tokens: &[i32], context: &Context) -> Result<usize> {
         check_tokens("token_ids", tokens)?;
         let mut chain = KeyChain::new(context, self.0.block_size);
-        let (mut found, most) = (Vec::new(), tokens.len() / self.0.block_size);
-        self.0.find_prefix(&mut chain, tokens, context.extras(), most, &mut found);
+        let all = 0..tokens.len() / self.0.block_size;
+        let found = self.0.find_prefix(&mut chain, tokens, context.extras(), all);
         Ok(found.len() * self.0.block_size)
-    }
-
-    /// How many of the free blocks it takes to hold what the cache has of a sequence and to compute the rest:
-    /// the admission test.
-    pub fn blocks_needed(&self, sequence: &Sequence) -> Result<usize> {
-        sequence.blocks_needed(self)
     }
 
     /// Forget all content; what was computed before is never published. Returns the blocks still referenced.
@@ -222,28 +214,6 @@ impl BlockPool {
     /// at work.
     pub fn audit(&self) -> Result<()> {
         self.0.audit()
-    }
-
-    /// An empty table.
-    pub fn table(&self) -> BlockTable {
-        BlockTable::new(self)
-    }
-
-    /// A table that takes over one lent reference for each mention of a block. The tokens must fill the
-    /// blocks up to the last one.
-    pub fn table_of(&self, blocks: &[BlockId], num_tokens: usize) -> Result<BlockTable> {
-        BlockTable::adopt(self, blocks, num_tokens)
-    }
-
-    /// A sequence of known tokens, which holds no block yet.
-    pub fn sequence(
-        &self,
-        tokens: &[i32],
-        context: &Context,
-        read_cache: bool,
-        write_cache: bool,
-    ) -> Result<Sequence> {
-        Sequence::new(self, tokens, context, read_cache, write_cache)
     }
 
     pub(crate) fn shared(&self) -> &Shared {

@@ -2,7 +2,7 @@
 //!
 //! A [`Sequence`] is a handle. While a sequence runs in a batch its state lies in the batch's row, so that a
 //! step of the batch takes one lock and not one a row; a call on the handle then goes through the batch.
-//! Locks are only ever tried: whoever finds one taken is the second thread, and is told so.
+//! A call only tries these locks: whoever finds one taken is the second thread, and is told so.
 
 mod state;
 mod steps;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use crate::{
     context::{Context, Extra},
     error::{Error, Result, check_range},
-    ids::BlockId,
+    ids::{BlockId, check_tokens},
     pool::BlockPool,
     sync::{Mutex, MutexGuard},
 };
@@ -59,19 +59,30 @@ impl SequenceCell {
 #[derive(Clone)]
 pub struct Sequence(Arc<SequenceCell>);
 
-/// Refuse what is no token id.
-pub(crate) fn check_tokens(name: &str, tokens: &[i32]) -> Result<()> {
-    match tokens.iter().find(|token| **token < 0) {
-        Some(token) => Err(Error::argument(name, "token ids from 0 to 2147483647", token)),
-        None => Ok(()),
-    }
-}
-
 pub(crate) fn check_length(num_tokens: usize, most: usize) -> Result<()> {
     if num_tokens > most {
         return Err(Error::argument("num_tokens", format_args!("at most {most} in this batch"), num_tokens));
     }
     Ok(())
+}
+
+impl BlockPool {
+    /// A sequence of known tokens, which holds no block yet.
+    pub fn sequence(
+        &self,
+        tokens: &[i32],
+        context: &Context,
+        read_cache: bool,
+        write_cache: bool,
+    ) -> Result<Sequence> {
+        Sequence::new(self, tokens, context, read_cache, write_cache)
+    }
+
+    /// How many of the free blocks it takes to hold what the cache has of a sequence and to compute the rest:
+    /// the admission test.
+    pub fn blocks_needed(&self, sequence: &Sequence) -> Result<usize> {
+        sequence.blocks_needed(self)
+    }
 }
 
 impl Sequence {
@@ -115,13 +126,17 @@ impl Sequence {
     }
 
     /// The same for a batch whose plan named the sequence; `None` if it has ended. Waiting for the handle's
-    /// lock is safe, since whoever has it only tries to get the batch's; of another batch that is busy the
-    /// same cannot be said, and there the sequence is passed over.
+    /// lock is safe, since whoever has it only tries to get the batch's. Waiting for another batch is not, and
+    /// one that is busy is an error.
     pub(crate) fn with_waiting<R>(
         &self,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> R,
-    ) -> Option<R> {
-        Self::with_place(&mut self.0.place.lock(), |state, most| Ok(work(state, most))).ok()
+    ) -> Result<Option<R>> {
+        match Self::with_place(&mut self.0.place.lock(), |state, most| Ok(work(state, most))) {
+            Ok(result) => Ok(Some(result)),
+            Err(error) if error == FREED => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     fn with_place<R>(
@@ -234,7 +249,7 @@ impl Sequence {
             if state.pool().is_same(pool) {
                 Ok(state.blocks_needed())
             } else {
-                Err(Error::argument("sequence", "one of this pool", "one of another"))
+                Err(Error::argument("seq", "one of this pool", "one of another"))
             }
         })
     }

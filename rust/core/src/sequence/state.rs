@@ -118,8 +118,10 @@ impl SequenceState {
             return Err(Error::argument("extras", allowed, first.start));
         }
         self.history.tokens.extend(tokens);
-        self.history.extras.extend_from_slice(extras);
-        self.history.extras.sort();
+        if !extras.is_empty() {
+            self.history.extras.extend_from_slice(extras);
+            self.history.extras.sort();
+        }
         Ok(())
     }
 
@@ -203,14 +205,16 @@ impl SequenceState {
         history.num_cached = history.num_cached.min(n);
         history.tokens.truncate(n);
         history.unknown.truncate(history.unknown.partition_point(|position| *position < n));
-        history.extras.retain(|extra| extra.start < n);
         let mut full = n / self.table.pool().block_size();
-        for extra in history.extras.iter_mut().filter(|extra| extra.stop > n) {
-            extra.stop = n;
-            // The keys of the blocks that it touches are others now.
-            full = full.min(extra.start / self.table.pool().block_size());
+        if history.extras.iter().any(|extra| extra.stop > n) {
+            history.extras.retain(|extra| extra.start < n);
+            for extra in history.extras.iter_mut().filter(|extra| extra.stop > n) {
+                extra.stop = n;
+                // The keys of the blocks that it touches are others now.
+                full = full.min(extra.start / self.table.pool().block_size());
+            }
+            history.extras.sort();
         }
-        history.extras.sort();
         history.chain.truncate(full);
         history.num_published = history.num_published.min(n / self.table.pool().block_size());
         self.table.cut(self.history.num_computed);
@@ -246,9 +250,10 @@ impl SequenceState {
         let most = (history.tokens.len() - 1) / shared.block_size;
         let known = history.unknown.front().copied().unwrap_or(history.tokens.len());
         // Held blocks are published, so the run goes on behind them, unless some were discarded.
-        let mut found = if self.table.has_discarded() { Vec::new() } else { held.to_vec() };
-        shared.find_prefix(&mut history.chain, &history.tokens[..known], &history.extras, most, &mut found);
-        found.split_off(held.len().min(found.len()))
+        let first = if self.table.has_discarded() { 0 } else { held.len() };
+        let tokens = &history.tokens[..known];
+        let mut found = shared.find_prefix(&mut history.chain, tokens, &history.extras, first..most);
+        found.split_off((held.len() - first).min(found.len()))
     }
 
     /// Hold the blocks that `look_again` found. If some are not there any more, hold those before them; when
