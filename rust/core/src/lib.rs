@@ -1,7 +1,8 @@
 //! The memory manager of the KV cache: PagedAttention's bookkeeping for people who write their own serving loop.
 //!
 //! Data flows one way: [ids](BlockId) -> [pool](BlockPool) -> [table](BlockTable) -> [sequence](Sequence) ->
-//! [batch](Batch) -> [plan](Plan) -> [kernels]. A layer knows the one below it and nothing above.
+//! [batch](Batch) -> [plan](Plan) -> [kernels]. A layer knows the one below it and nothing above,
+//! but for a plan's handle, which ends in the batch that made it.
 //!
 //! ```
 //! use kvfolio::{Batch, BlockPool, Context, PlanRequest};

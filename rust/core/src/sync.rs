@@ -35,6 +35,10 @@ mod imp {
             self.0.lock().unwrap()
         }
 
+        pub(crate) fn try_lock_for(&self, _patience: std::time::Duration) -> Option<MutexGuard<'_, T>> {
+            self.try_lock()
+        }
+
         pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
             self.0.try_lock().ok()
         }

@@ -1,6 +1,7 @@
 //! Python bindings of kvfolio: one file per class, no logic of their own.
 //!
-//! Every class is frozen and every lock is only tried, so a second thread is told so instead of waiting.
+//! Every class is frozen. Locks of tables, sequences and batches are only tried, so a second thread is told so
+//! instead of waiting.
 
 #![expect(clippy::doc_markdown, reason = "doc comments of classes and methods are Python docstrings")]
 

@@ -160,12 +160,10 @@ impl BatchState {
         if let Some(accepted) = num_accepted {
             check_accepted(plan, accepted)?;
         }
-        self.check_reachable(plan)?;
         let held = self.end(plan, true);
         for (index, step) in plan.steps.iter().enumerate() {
             let accepted = num_accepted.map_or(step.stop, |accepted| step.start + accepted[index]);
-            // Whoever came between since the check has the sequence; it is passed over.
-            let _ = self.with_sequence(step.row, step.sequence, |state, _| {
+            self.with_sequence(step.row, step.sequence, |state, _| {
                 state.commit_step(plan.id.serial, accepted, step.stop, step.samples);
             });
         }
@@ -176,7 +174,6 @@ impl BatchState {
 
     pub(crate) fn rollback(&mut self, plan: &PlanShared) -> Result<()> {
         self.check_turn(plan)?;
-        self.check_reachable(plan)?;
         self.undo(plan);
         self.roll_back_dropped();
         Ok(())
@@ -196,13 +193,6 @@ impl BatchState {
                 self.with_sequence(step.row, step.sequence, |state, _| state.rollback_step(plan.id.serial));
         }
         self.pool.shared().drop_holds(&held);
-    }
-
-    /// Refuse to end a plan while another thread is at work on a sequence that left for another batch.
-    fn check_reachable(&mut self, plan: &PlanShared) -> Result<()> {
-        plan.steps
-            .iter()
-            .try_for_each(|step| self.with_sequence(step.row, step.sequence, |_, _| ()).map(|_| ()))
     }
 
     fn check_turn(&self, plan: &PlanShared) -> Result<()> {
@@ -238,7 +228,7 @@ impl BatchState {
                     Some((position, most)) => check_length(position + 1, most).map(|()| Some(position)),
                     None => Ok(position),
                 }
-            })?;
+            });
             positions.push(position.transpose()?.flatten());
         }
         let mut taken = Vec::with_capacity(token_ids.len());
@@ -247,8 +237,6 @@ impl BatchState {
                 self.with_sequence(step.row, step.sequence, |state, _| {
                     state.take_sampled(serial, ended, position, *token)
                 })
-                .ok()
-                .flatten()
             });
             taken.push(taken_there.unwrap_or(false));
         }

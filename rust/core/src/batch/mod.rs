@@ -7,6 +7,7 @@ mod rows;
 use std::{
     collections::{HashMap, VecDeque},
     sync::{Arc, Weak},
+    time::Duration,
 };
 
 pub use self::choice::{PlanRequest, TokenCaps};
@@ -52,17 +53,27 @@ impl BatchCell {
         &self.pool
     }
 
-    /// Every entry ends the plans first that were dropped while another thread was in here.
     pub(crate) fn lock(&self) -> Result<MutexGuard<'_, BatchState>> {
-        let mut batch = self.state.try_lock().ok_or(Error::ConcurrentUse("batch"))?;
+        self.lock_within(Duration::ZERO)
+    }
+
+    /// Every entry ends the plans first that were dropped while another thread was in here.
+    fn lock_within(&self, patience: Duration) -> Result<MutexGuard<'_, BatchState>> {
+        let lock = if patience.is_zero() { self.state.try_lock() } else { self.state.try_lock_for(patience) };
+        let mut batch = lock.ok_or(Error::ConcurrentUse("batch"))?;
         batch.roll_back_dropped();
         Ok(batch)
     }
 }
 
 impl Home for BatchCell {
-    fn with_row(&self, row: usize, work: &mut dyn FnMut(&mut SequenceState, usize)) -> Result<()> {
-        work(self.lock()?.rows.state(row)?, self.max_tokens);
+    fn with_row(
+        &self,
+        row: usize,
+        patience: Duration,
+        work: &mut dyn FnMut(&mut SequenceState, usize),
+    ) -> Result<()> {
+        work(self.lock_within(patience)?.rows.state(row)?, self.max_tokens);
         Ok(())
     }
 
@@ -290,21 +301,18 @@ impl BatchState {
         self.plans.retain(|(_, plan)| plan.strong_count() > 0);
     }
 
-    /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended,
-    /// and an error if it is in another batch that is in use.
+    /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended.
     fn with_sequence<R>(
         &mut self,
         row: usize,
         serial: u64,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> R,
-    ) -> Result<Option<R>> {
+    ) -> Option<R> {
         if let Some(row) = self.rows.find(row, serial) {
             let most = self.max_tokens;
-            return Ok(Some(work(self.rows.chosen(row), Some(most))));
+            return Some(work(self.rows.chosen(row), Some(most)));
         }
-        match self.departed.get(&serial).and_then(Weak::upgrade) {
-            Some(cell) => Sequence::of_cell(cell).with_waiting(work),
-            None => Ok(None),
-        }
+        let cell = self.departed.get(&serial)?.upgrade()?;
+        Sequence::of_cell(cell).with_waiting(work)
     }
 }

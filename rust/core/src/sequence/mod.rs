@@ -7,7 +7,7 @@
 mod state;
 mod steps;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use crate::{
     context::{Context, Extra},
@@ -21,6 +21,9 @@ pub(crate) use steps::{NewStep, PlanId};
 
 const FREED: Error = Error::StaleHandle("sequence has been freed");
 
+/// How long to wait for another batch to come to rest: far longer than any call on it takes.
+const PATIENCE: Duration = Duration::from_millis(200);
+
 /// Tokens to append.
 #[derive(Clone, Copy, Debug)]
 pub enum NewTokens<'a> {
@@ -32,8 +35,13 @@ pub enum NewTokens<'a> {
 
 /// Where the state of a running sequence lies.
 pub(crate) trait Home: Send + Sync {
-    /// Work on the state in a row, given the most tokens that it may have.
-    fn with_row(&self, row: usize, work: &mut dyn FnMut(&mut SequenceState, usize)) -> Result<()>;
+    /// Work on the state in a row, given the most tokens that it may have, and so long a wait for other threads.
+    fn with_row(
+        &self,
+        row: usize,
+        patience: Duration,
+        work: &mut dyn FnMut(&mut SequenceState, usize),
+    ) -> Result<()>;
 
     /// Take the state out.
     fn vacate(&self, row: usize) -> Result<Box<SequenceState>>;
@@ -122,25 +130,24 @@ impl Sequence {
 
     /// Work on the state, wherever it lies; `None` as the most tokens stands for no limit.
     fn with<R>(&self, work: impl FnOnce(&mut SequenceState, Option<usize>) -> Result<R>) -> Result<R> {
-        Self::with_place(&mut *self.0.lock()?, work)
+        Self::with_place(&mut *self.0.lock()?, Duration::ZERO, work)
     }
 
-    /// The same for a batch whose plan named the sequence; `None` if it has ended. Waiting for the handle's
-    /// lock is safe, since whoever has it only tries to get the batch's. Waiting for another batch is not, and
-    /// one that is busy is an error.
+    /// The same for a batch whose plan named the sequence; `None` if it has ended.
+    ///
+    /// It waits for whoever is at work on the sequence. That is safe for the handle's own lock, since whoever
+    /// has it only tries to get a batch's. Another batch that the sequence went to may be waiting for this one
+    /// in the same way, so patience with it has an end, and then the sequence is passed over.
     pub(crate) fn with_waiting<R>(
         &self,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> R,
-    ) -> Result<Option<R>> {
-        match Self::with_place(&mut self.0.place.lock(), |state, most| Ok(work(state, most))) {
-            Ok(result) => Ok(Some(result)),
-            Err(error) if error == FREED => Ok(None),
-            Err(error) => Err(error),
-        }
+    ) -> Option<R> {
+        Self::with_place(&mut self.0.place.lock(), PATIENCE, |state, most| Ok(work(state, most))).ok()
     }
 
     fn with_place<R>(
         place: &mut Place,
+        patience: Duration,
         work: impl FnOnce(&mut SequenceState, Option<usize>) -> Result<R>,
     ) -> Result<R> {
         match place {
@@ -149,7 +156,7 @@ impl Sequence {
             Place::Running(home, row) => {
                 let mut work = Some(work);
                 let mut result = Err(FREED);
-                home.with_row(*row, &mut |state, most| {
+                home.with_row(*row, patience, &mut |state, most| {
                     if let Some(work) = work.take() {
                         result = work(state, Some(most));
                     }
