@@ -19,7 +19,7 @@ import secrets
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfolio as kv
+from kvfolio import _checks
 
 from .errors import RequestRefused
 from .figures import EngineStats, Meter
@@ -34,6 +35,7 @@ from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
 from .sampling import MAX_SEED, SamplingParams, sample
 from .text import TextStream, Tokenizer
+from .token_ids import TokenIds, token_ids
 
 
 class _Drawn(NamedTuple):
@@ -72,18 +74,24 @@ class Engine:
         prefix_cache: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        if not 1 <= max_sequences <= max_tokens_per_step:
+        num_blocks = _checks.integer("num_blocks", num_blocks, 1)
+        block_size = _checks.integer("block_size", block_size, 1)
+        if reserve_blocks is None:
+            reserve_blocks = num_blocks // 20
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer must have a method decode, which {type(tokenizer).__name__} has not")
+        self.max_sequences = _checks.integer("max_sequences", max_sequences, 1)
+        self.max_tokens_per_step = _checks.integer("max_tokens_per_step", max_tokens_per_step, 1)
+        self.reserve_blocks = _checks.integer("reserve_blocks", reserve_blocks, 0)
+        self.tokenizer = tokenizer
+        if max_sequences > max_tokens_per_step:
             raise ValueError(
                 f"max_sequences must be from 1 to max_tokens_per_step, "
                 f"which is {max_tokens_per_step}, not {max_sequences}"
             )
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
-        self.max_sequences = max_sequences
-        self.max_tokens_per_step = max_tokens_per_step
         self.max_tokens_per_sequence = self._longest(max_tokens_per_sequence)
-        self.reserve_blocks = num_blocks // 20 if reserve_blocks is None else reserve_blocks
-        self.tokenizer = tokenizer
         layout = self.model.layout
         self.cache = kv.KVCache(
             self.pool,
@@ -124,7 +132,7 @@ class Engine:
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         params: SamplingParams | None = None,
         *,
         context: kv.Context | None = None,
@@ -137,17 +145,21 @@ class Engine:
 
         Raises RequestRefused for what this engine could never finish: more tokens than
         `max_tokens_per_sequence` (a prompt and its `max_tokens` together: an answer that is bound to be cut
-        short is refused, not cut), or more samples than `max_sequences`. Raises ValueError for bad token
-        ids, and for stop strings without a tokenizer.
+        short is refused, not cut), or more samples than `max_sequences`. Raises TypeError for a prompt that
+        is no flat sequence of integers (a list, a tuple, an array or a tensor), ValueError for token ids
+        outside the vocabulary, and for stop strings without a tokenizer.
         """
-        params = params or SamplingParams()
-        prompt = [int(token) for token in prompt_token_ids]
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"on_token must be callable, which {type(on_token).__name__} is not")
+        prompt = token_ids("prompt_token_ids", prompt_token_ids, self.model.vocabulary_size)
+        token_ids("stop_token_ids", params.stop_token_ids, self.model.vocabulary_size)
         room = self.max_tokens_per_sequence - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if not prompt:
             raise ValueError("prompt_token_ids must hold at least one token")
-        if not all(0 <= token < self.model.vocabulary_size for token in prompt):
-            raise ValueError(f"prompt_token_ids must be from 0 to {self.model.vocabulary_size - 1}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
         if not 1 <= max_tokens <= room:
@@ -441,7 +453,8 @@ class Engine:
         limits = [limit for limit in (capacity, self.model.max_positions) if limit is not None]
         if wanted is None:
             return min(limits)
-        if not 1 <= wanted <= min(limits):
+        wanted = _checks.integer("max_tokens_per_sequence", wanted, 1)
+        if wanted > min(limits):
             raise ValueError(
                 f"max_tokens_per_sequence must be from 1 to {min(limits)}, not {wanted}: the pool holds "
                 f"{capacity} tokens, the model is made for {self.model.max_positions}"
