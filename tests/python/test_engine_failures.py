@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-import tiny_models
-from kvfolio.serving import Engine, FinishReason, Request, SamplingParams
-from kvfolio.serving import engine as engine_module
-from tiny_models import random_prompt
-from transformers import PreTrainedModel
+import tiny_models  # noqa: E402
+from kvfolio.serving import Engine, FinishReason, Request, SamplingParams  # noqa: E402
+from kvfolio.serving import engine as engine_module  # noqa: E402
+from tiny_models import random_prompt  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
 
 PARAMS = {"max_tokens": 6, "temperature": 1.2, "seed": 5}
 
@@ -174,3 +174,39 @@ def test_an_interrupt_in_the_second_half_keeps_the_tokens_of_the_first(
     assert not raised
     run(engine)
     assert [tokens_of(request) for request in requests] == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["lm_head", "embed_tokens"])
+def test_what_is_not_finite_is_not_published(value: float, where: str) -> None:
+    """Of a prompt in pieces, too, whose first ones have no logits."""
+    model = tiny_models.llama()
+    prompts = [random_prompt(19, seed=40 + i) for i in range(3)]
+    spoiled = {"lm_head": model.lm_head, "embed_tokens": model.model.embed_tokens}[where]
+    bad = [True]
+
+    def spoil(_module: Any, _arguments: Any, out: Any) -> Any:
+        return torch.where(spoil_rows[None, : out.shape[1], None], value, out) if bad else out
+
+    def find_rows(_module: Any, _arguments: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal spoil_rows
+        ids = kwargs["input_ids"][0]
+        spoil_rows = ids == prompts[1][2]
+        if where == "lm_head" and bool(spoil_rows.any()):
+            spoil_rows = torch.ones_like(ids, dtype=torch.bool)
+
+    spoil_rows = torch.zeros(0, dtype=torch.bool)
+    model.register_forward_pre_hook(find_rows, with_kwargs=True)
+    spoiled.register_forward_hook(spoil)
+    engine = make_engine(model, max_tokens_per_step=16 if where == "embed_tokens" else 64)
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=1)) for prompt in prompts]
+    run(engine)
+    assert [isinstance(request.error, FloatingPointError) for request in requests] == [False, True, False]
+    bad.clear()
+    again = engine.submit(prompts[1], SamplingParams(max_tokens=6))
+    run(engine)
+    assert again.figures.cached_tokens == 0
+    fresh = make_engine(tiny_models.llama())
+    expected = fresh.submit(prompts[1], SamplingParams(max_tokens=6))
+    run(fresh)
+    assert tokens_of(again) == tokens_of(expected)

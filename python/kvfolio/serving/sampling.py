@@ -86,13 +86,17 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     A sampled token takes exactly one number from `generator` and inverts the cumulative distribution with
     it, in float64: the n-th token's number is the same whatever was drawn before it.
 
-    Raises FloatingPointError if a logit is not a number: an argmax over those would be silently wrong.
+    Raises FloatingPointError if a logit is not a number, or the greatest not finite: what is drawn from
+    those would be silently wrong.
     """
-    if bool(torch.isnan(logits).any()):
-        raise FloatingPointError("the model's logits are not numbers")
+    greatest = logits.max()
+    if not bool(greatest.isfinite()):  # it is NaN if any is
+        raise FloatingPointError("the model's logits are not finite")
     if params.is_greedy:
         return int(logits.argmax())
-    probabilities, tokens = _candidates(logits.detach().cpu().double() / params.temperature, params)
+    # The greatest becomes 0, which no temperature makes infinite.
+    scores = (logits.detach() - greatest).cpu().double() / params.temperature
+    probabilities, tokens = _candidates(scores, params)
     cumulative = probabilities.cumsum(dim=0)
     if params.top_p < 1:
         cumulative = cumulative[: int(torch.searchsorted(cumulative, params.top_p)) + 1]
