@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tiny_models  # noqa: E402
-from kvfolio.serving import Engine, FinishReason, Request, SamplingParams  # noqa: E402
+from kvfolio.serving import Engine, Event, FinishReason, Request, SamplingParams  # noqa: E402
 from kvfolio.serving import engine as engine_module  # noqa: E402
 from tiny_models import random_prompt  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
@@ -210,3 +210,47 @@ def test_what_is_not_finite_is_not_published(value: float, where: str) -> None:
     expected = fresh.submit(prompts[1], SamplingParams(max_tokens=6))
     run(fresh)
     assert tokens_of(again) == tokens_of(expected)
+
+
+def test_a_request_of_another_engine_is_refused(model: PreTrainedModel) -> None:
+    engine, other = make_engine(model), make_engine(model)
+    request = other.submit([1, 2, 3], SamplingParams(max_tokens=3))
+    for refuse in (engine.cancel, engine.stream):
+        with pytest.raises(ValueError, match="request must be one of this engine's own"):
+            refuse(request)
+    assert not request.is_finished
+    assert len(list(other.stream(request))) == 3
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_the_end_of_the_last_request_is_delivered_though_it_was_cancelled(
+    model: PreTrainedModel, leave: bool
+) -> None:
+    ends: list[FinishReason | None] = []
+    with make_engine(model) as engine:
+        request = engine.submit([1, 2], on_token=lambda event: ends.append(event.finish_reason))
+        if not leave:
+            request.cancel()
+            engine.run()
+            assert ends == [FinishReason.CANCELLED]
+    assert ends == [FinishReason.CANCELLED]
+    assert not engine.has_work
+
+
+def test_an_interrupt_in_a_callback_drops_no_other_event(model: PreTrainedModel) -> None:
+    got: list[Event] = []
+
+    def interrupt_once(event: Event) -> None:
+        got.append(event)
+        if len(got) == 2:
+            raise KeyboardInterrupt
+
+    engine = make_engine(model)
+    requests = [
+        engine.submit([1, 2, 3 + i], SamplingParams(max_tokens=4), on_token=interrupt_once) for i in range(3)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    run(engine)
+    for request in requests:
+        assert [event for event in got if event.request is request] == request.events

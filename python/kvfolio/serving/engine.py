@@ -108,7 +108,7 @@ class Engine:
         self._waiting: deque[Answer] = deque()  # oldest first, as is the next
         self._running: list[Answer] = []
         self._drawn: dict[Answer, _Drawn] = {}  # not taken yet; void where the plan was rolled back
-        self._undelivered: list[Event] = []
+        self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
         reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
         self._meter = Meter(blocks_per_reservation=reservation)
@@ -127,6 +127,7 @@ class Engine:
     ) -> None:
         for answer in [*self._running, *self._waiting]:
             self.cancel(answer.request)
+        self._deliver()
 
     # Requests
 
@@ -195,6 +196,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """See Request.cancel."""
+        self._own(request)
         for answer in request.answers:
             if not answer.is_finished:
                 self._end(answer, FinishReason.CANCELLED)
@@ -204,6 +206,10 @@ class Engine:
 
         Raises the request's error, if it failed, after the last event.
         """
+        self._own(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Event]:
         delivered = 0
         while True:
             while delivered < len(request.events):
@@ -222,8 +228,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self._running or self._waiting)
+        """Whether anything runs or waits, or an event is not delivered yet (see `submit`, `step`)."""
+        return bool(self._running or self._waiting or self._undelivered)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
@@ -389,16 +395,15 @@ class Engine:
         """Hand out what happened, now that the engine is in order: a callback may cancel and submit."""
         delivered: list[Event] = []
         while self._undelivered:
-            events, self._undelivered = self._undelivered, []
-            delivered += events
-            for event in events:
-                request = event.request
-                if request.on_token is not None:
-                    try:
-                        request.on_token(event)
-                    except Exception as error:
-                        request.on_token = None
-                        self._fail(event.answer, error)
+            event = self._undelivered.popleft()
+            delivered.append(event)
+            on_token = event.request.on_token
+            if on_token is not None:
+                try:
+                    on_token(event)
+                except Exception as error:
+                    event.request.on_token = None
+                    self._fail(event.answer, error)
         return delivered
 
     # Endings
@@ -432,6 +437,10 @@ class Engine:
             self._meter.finished_requests += 1
 
     # Odds and ends
+
+    def _own(self, request: Request) -> None:
+        if request._engine is not self:
+            raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
 
     def _settle(self, answer: Answer) -> None:
         """What follows from a commit."""
