@@ -29,13 +29,13 @@ from transformers import PreTrainedModel
 import kvfolio as kv
 from kvfolio import _checks
 
-from .errors import RequestRefused
+from .door import check_request, longest_sequence
 from .figures import EngineStats, Meter
 from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
 from .sampling import MAX_SEED, SamplingParams, sample
 from .text import TextStream, Tokenizer
-from .token_ids import TokenIds, token_ids
+from .token_ids import TokenIds
 
 
 class _Drawn(NamedTuple):
@@ -91,7 +91,9 @@ class Engine:
             )
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
-        self.max_tokens_per_sequence = self._longest(max_tokens_per_sequence)
+        self.max_tokens_per_sequence = longest_sequence(
+            max_tokens_per_sequence, self.pool, self.model.max_positions
+        )
         layout = self.model.layout
         self.cache = kv.KVCache(
             self.pool,
@@ -151,27 +153,15 @@ class Engine:
         outside the vocabulary, and for stop strings without a tokenizer.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        if on_token is not None and not callable(on_token):
-            raise TypeError(f"on_token must be callable, which {type(on_token).__name__} is not")
-        prompt = token_ids("prompt_token_ids", prompt_token_ids, self.model.vocabulary_size)
-        token_ids("stop_token_ids", params.stop_token_ids, self.model.vocabulary_size)
-        room = self.max_tokens_per_sequence - len(prompt)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if not prompt:
-            raise ValueError("prompt_token_ids must hold at least one token")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need an engine with a tokenizer")
-        if not 1 <= max_tokens <= room:
-            raise RequestRefused(
-                f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed "
-                f"the {self.max_tokens_per_sequence} tokens that a sequence may have"
-            )
-        if params.n > self.max_sequences:
-            raise RequestRefused(
-                f"{params.n} samples exceed the {self.max_sequences} sequences that run at once"
-            )
+        prompt, max_tokens = check_request(
+            prompt_token_ids,
+            params,
+            on_token,
+            vocabulary_size=self.model.vocabulary_size,
+            max_tokens_per_sequence=self.max_tokens_per_sequence,
+            max_sequences=self.max_sequences,
+            has_tokenizer=self.tokenizer is not None,
+        )
         streams = [
             TextStream(self.tokenizer, params.stop) if self.tokenizer else None for _ in range(params.n)
         ]
@@ -456,19 +446,6 @@ class Engine:
 
     def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)
-
-    def _longest(self, wanted: int | None) -> int:
-        capacity = self.pool.num_blocks * self.pool.block_size
-        limits = [limit for limit in (capacity, self.model.max_positions) if limit is not None]
-        if wanted is None:
-            return min(limits)
-        wanted = _checks.integer("max_tokens_per_sequence", wanted, 1)
-        if wanted > min(limits):
-            raise ValueError(
-                f"max_tokens_per_sequence must be from 1 to {min(limits)}, not {wanted}: the pool holds "
-                f"{capacity} tokens, the model is made for {self.model.max_positions}"
-            )
-        return wanted
 
 
 def _rows_wanted(answer: Answer) -> int:
