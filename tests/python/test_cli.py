@@ -63,6 +63,21 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
             find_source(missing)
 
 
+@pytest.mark.parametrize("what", ["a hub id", "a folder", "a gguf"])
+def test_a_model_that_cannot_be_loaded_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "tiny.gguf").write_bytes(b"no model")
+    names = {"a hub id": "owner/nothing", "a folder": f"{tmp_path}/empty", "a gguf": f"{tmp_path}/tiny.gguf"}
+    done = run("demo", "--model", names[what])
+    assert done.returncode == 1
+    assert done.stdout.startswith("No model: ")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_a_model_is_a_folder_a_gguf_file_or_a_hub_id(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from kvfolio.cli.loading import Source, find_source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -105,7 +106,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> module.DemoOptions:
         num_blocks=None,
         max_sequences=8,
         max_tokens_per_step=128,
-        device="cpu",
         dtype="float32",
         verify=True,
     )
@@ -163,3 +163,37 @@ def test_an_answer_that_is_not_the_models_own_fails_the_demo(
     output = capsys.readouterr().out
     assert output.count("no at 2") == GREEDY
     assert rows(output)["greedy answers equal to generate"].startswith(f"0 of {GREEDY}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "foo"}, "--dtype must be one of float32, bfloat16, float16, not foo"),
+        ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16, not int8"),
+        ({"num_blocks": 1}, "--num-blocks must be at least"),
+        ({"max_sequences": 20, "max_tokens_per_step": 3}, "--max-tokens-per-step must be at least"),
+        ({"max_tokens": 100_000}, "--max-tokens must be at most"),
+    ],
+)
+def test_options_that_cannot_be_are_said_in_a_sentence(
+    tiny: module.DemoOptions,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert module.run_demo(dataclasses.replace(tiny, **options)) == 1
+    assert capsys.readouterr().out.startswith(f"It cannot be run so: {said}")
+
+
+def test_the_most_tokens_that_are_said_to_be_allowed_are(
+    tiny: module.DemoOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert module.run_demo(dataclasses.replace(tiny, max_tokens=100_000)) == 1
+    most = int(capsys.readouterr().out.split("at most ")[1].split(",")[0])
+    ids = [module._token_ids(Words(), prompt) for prompt in PROMPTS]
+    model, tokenizer = module.load()  # type: ignore[call-arg]
+    engine = module._make_engine(model, tokenizer, ids, dataclasses.replace(tiny, max_tokens=most))
+    assert engine.max_tokens_per_sequence == 1024

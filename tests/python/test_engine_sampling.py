@@ -69,9 +69,16 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_error(temperature: float) -> None:
+@pytest.mark.parametrize("logits", [[0.0, float("nan")], [0.0, float("inf")], [-float("inf")] * 2])
+def test_logits_that_are_no_numbers_are_an_error(temperature: float, logits: list[float]) -> None:
     with pytest.raises(FloatingPointError):
-        sample(torch.tensor([0.0, float("nan")]), SamplingParams(temperature=temperature), torch.Generator())
+        sample(torch.tensor(logits), SamplingParams(temperature=temperature), torch.Generator())
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_the_least_temperature_is_greedy(options: dict[str, float]) -> None:
+    coldest = SamplingParams(temperature=1e-308, **options)  # type: ignore[arg-type]
+    assert {sample(torch.tensor([5.0, 9.0, -3.0, 8.9]), coldest, torch.Generator()) for _ in range(20)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,15 @@ class WordTokenizer:
         return "".join(self.words[token] for token in token_ids).removeprefix(" ")
 
 
+class PairTokenizer:
+    """The second token ends within a character, the third completes it."""
+
+    words = (b"so ", b"END\xc3", b"\xbc")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return b"".join(self.words[token] for token in token_ids).decode(errors="replace")
+
+
 def pieces(stream: TextStream, text: str) -> list[str]:
     out = []
     for token in text.encode():
@@ -77,4 +86,24 @@ def test_no_piece_shows_what_may_begin_a_stop_string() -> None:
 def test_the_earliest_of_several_stop_strings_counts() -> None:
     stream = TextStream(WordTokenizer(), ["ay", "od"])
     assert stream.push(0) == "go"
+    assert stream.stopped
+
+
+def test_a_stop_string_counts_though_its_last_token_begins_a_character() -> None:
+    stream = TextStream(PairTokenizer(), ["END"])
+    assert [stream.push(token) for token in (0, 1)] == ["so ", ""]
+    assert stream.stopped
+    assert stream.finish() == ""
+
+
+def test_what_comes_before_an_unfinished_character_comes_out_once() -> None:
+    stream = TextStream(PairTokenizer())
+    assert [stream.push(token) for token in (0, 1, 2, 0)] == ["so ", "END", "\u00fc", "so "]
+    assert stream.finish() == ""
+
+
+def test_a_stop_string_is_found_in_what_was_held_back() -> None:
+    stream = TextStream(PairTokenizer(), ["D\ufffd"])
+    assert [stream.push(token) for token in (0, 1)] == ["so ", "EN"]
+    assert stream.finish() == ""
     assert stream.stopped

@@ -49,15 +49,16 @@ def demo(
     ] = None,
     max_sequences: Annotated[int, typer.Option(min=3, help="Answers computed at once.")] = 8,
     max_tokens_per_step: Annotated[int, typer.Option(min=3, help="Tokens computed at once.")] = 256,
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and cache.")
+    ] = "float32",
     verify: Annotated[
         bool, typer.Option(help="Compare each greedy answer with the model's own `generate`.")
     ] = True,
 ) -> None:
     """Serve a dozen prompts from a pool that is too small, and show what that took.
 
-    Exits with status 1 if a greedy answer differs from the model's own.
+    Exits with status 1 if a greedy answer differs from the model's own, and if it cannot be run.
     """
     try:
         from .demo import DemoOptions, run_demo
@@ -74,7 +75,6 @@ def demo(
         num_blocks=num_blocks,
         max_sequences=max_sequences,
         max_tokens_per_step=max_tokens_per_step,
-        device=device,
         dtype=dtype,
         verify=verify,
     )

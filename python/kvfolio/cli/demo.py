@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,7 @@ from .loading import ModelNotFound, Source, find_source, load
 
 SEED = 7
 TEMPERATURE, TOP_P = 0.8, 0.95
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,6 @@ class DemoOptions:
     num_blocks: int | None
     max_sequences: int
     max_tokens_per_step: int
-    device: str
     dtype: str
     verify: bool
 
@@ -44,21 +45,26 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     """Serve, show and compare; returns the exit status.
 
-    It is 1 if there is no such model, or if a greedy answer is not the model's own, else 0.
+    It is 1 if there is no such model, if the options cannot be, or if a greedy answer is not the model's
+    own, else 0.
     """
     console = Console(stderr=options.json)
     try:
+        _check(options)
         source = find_source(options.model)
+        with console.status(f"Loading {escape(str(source))} ..."):
+            model, tokenizer = load(source, dtype=DTYPES[options.dtype])
+        prompts = [_token_ids(tokenizer, prompt) for prompt in PROMPTS]
+        engine = _make_engine(model, tokenizer, prompts, options)
+        requests = [
+            engine.submit(ids, _params(prompt, options)) for ids, prompt in zip(prompts, PROMPTS, strict=True)
+        ]
     except ModelNotFound as error:
-        console.print(f"[red]No model:[/] {error}")
+        console.print(f"[red]No model:[/] {escape(str(error))}")
         return 1
-    with console.status(f"Loading {source} ..."):
-        model, tokenizer = load(source, device=options.device, dtype=getattr(torch, options.dtype))
-    prompts = [_token_ids(tokenizer, prompt) for prompt in PROMPTS]
-    engine = _make_engine(model, tokenizer, prompts, options)
-    requests = [
-        engine.submit(ids, _params(prompt, options)) for ids, prompt in zip(prompts, PROMPTS, strict=True)
-    ]
+    except (kv.KVFolioError, ValueError, TypeError, MemoryError, OverflowError) as error:
+        console.print(f"[red]It cannot be run so:[/] {escape(str(error))}")
+        return 1
     _serve(engine, requests, console)
     engine.pool.audit()
     comparisons = _verify(model, requests, console) if options.verify else {}
@@ -68,6 +74,17 @@ def run_demo(options: DemoOptions) -> int:
     else:
         show(report, console)
     return 0 if all(comparison.agrees for comparison in comparisons.values()) else 1
+
+
+def _check(options: DemoOptions) -> None:
+    """What can be said before the model is there."""
+    if options.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {options.dtype}")
+    if options.max_sequences > options.max_tokens_per_step:
+        raise ValueError(
+            f"--max-tokens-per-step must be at least --max-sequences, which is {options.max_sequences}, "
+            f"not {options.max_tokens_per_step}"
+        )
 
 
 def _token_ids(tokenizer: Any, prompt: DemoPrompt) -> list[int]:
@@ -95,6 +112,17 @@ def _make_engine(
     # Room for the longest and a half: they share a system prompt, so several run at once, but soon not all
     # of them.
     num_blocks = options.num_blocks or longest_blocks * 3 // 2
+    if num_blocks < longest_blocks:
+        raise ValueError(
+            f"--num-blocks must be at least {longest_blocks}, not {num_blocks}: so many take the longest "
+            f"prompt and an answer of {options.max_tokens} tokens"
+        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"--max-tokens must be at most {positions - longest + options.max_tokens}, not "
+            f"{options.max_tokens}: with the longest prompt, more than that is longer than the model can read"
+        )
     return Engine(
         model,
         num_blocks=num_blocks,

@@ -63,11 +63,15 @@ def _default_source() -> Source:
     )
 
 
-def load(source: Source, *, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """The model, ready to run, and its tokenizer."""
+def load(source: Source, *, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """The model, ready to run, and its tokenizer. Raises ModelNotFound if they cannot be loaded."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, **gguf)
-    model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **gguf)
-    return model.to(device).eval(), tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **gguf)
+        model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **gguf)
+    except (OSError, ValueError, ImportError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelNotFound(f"{source} cannot be loaded: {reason}") from error
+    return model.eval(), tokenizer

@@ -5,8 +5,8 @@ One step, whole:
     admit      waiting requests, oldest first, while the pool has room for all that is still to be computed
     make room  while the step does not fit, the youngest gives its blocks back and waits in front of the queue
     plan       everybody's next token, then pieces of the prompts, up to `max_tokens_per_step`
-    compute    the model writes and reads KV by the plan; the plan commits
-    take       fork for `n` samples, one token for each row whose prompt is done, stop conditions
+    compute    the model writes and reads KV by the plan, tokens are drawn; the plan commits
+    take       fork for `n` samples, the token of each row whose prompt is done, stop conditions
 
 Who is older never waits for who is younger: the waiting queue and the running list are both ordered by age,
 and the youngest gives way. So the oldest always goes on, and since every request fits the pool alone
@@ -19,7 +19,7 @@ import secrets
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -27,21 +27,22 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfolio as kv
+from kvfolio import _checks
 
-from .errors import RequestRefused
+from .door import check_request, longest_sequence
 from .figures import EngineStats, Meter
 from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
 from .sampling import MAX_SEED, SamplingParams, sample
 from .text import TextStream, Tokenizer
+from .token_ids import TokenIds
 
 
-class _Computed(NamedTuple):
-    """A plan that was committed, whose answers get a token of it, and the logits, [m, vocabulary]."""
+class _Drawn(NamedTuple):
+    """A token for an answer, and the generator as it is after the draw."""
 
-    plan: kv.Plan
-    leaders: list[Answer]
-    logits: torch.Tensor
+    token_id: int
+    generator: torch.Generator
 
 
 class Engine:
@@ -73,18 +74,26 @@ class Engine:
         prefix_cache: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        if not 1 <= max_sequences <= max_tokens_per_step:
+        num_blocks = _checks.integer("num_blocks", num_blocks, 1)
+        block_size = _checks.integer("block_size", block_size, 1)
+        if reserve_blocks is None:
+            reserve_blocks = num_blocks // 20
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer must have a method decode, which {type(tokenizer).__name__} has not")
+        self.max_sequences = _checks.integer("max_sequences", max_sequences, 1)
+        self.max_tokens_per_step = _checks.integer("max_tokens_per_step", max_tokens_per_step, 1)
+        self.reserve_blocks = _checks.integer("reserve_blocks", reserve_blocks, 0)
+        self.tokenizer = tokenizer
+        if max_sequences > max_tokens_per_step:
             raise ValueError(
                 f"max_sequences must be from 1 to max_tokens_per_step, "
                 f"which is {max_tokens_per_step}, not {max_sequences}"
             )
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
-        self.max_sequences = max_sequences
-        self.max_tokens_per_step = max_tokens_per_step
-        self.max_tokens_per_sequence = self._longest(max_tokens_per_sequence)
-        self.reserve_blocks = num_blocks // 20 if reserve_blocks is None else reserve_blocks
-        self.tokenizer = tokenizer
+        self.max_tokens_per_sequence = longest_sequence(
+            max_tokens_per_sequence, self.pool, self.model.max_positions
+        )
         layout = self.model.layout
         self.cache = kv.KVCache(
             self.pool,
@@ -100,7 +109,8 @@ class Engine:
         )
         self._waiting: deque[Answer] = deque()  # oldest first, as is the next
         self._running: list[Answer] = []
-        self._undelivered: list[Event] = []
+        self._drawn: dict[Answer, _Drawn] = {}  # not taken yet; void where the plan was rolled back
+        self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
         reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
         self._meter = Meter(blocks_per_reservation=reservation)
@@ -119,12 +129,13 @@ class Engine:
     ) -> None:
         for answer in [*self._running, *self._waiting]:
             self.cancel(answer.request)
+        self._deliver()
 
     # Requests
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         params: SamplingParams | None = None,
         *,
         context: kv.Context | None = None,
@@ -137,28 +148,20 @@ class Engine:
 
         Raises RequestRefused for what this engine could never finish: more tokens than
         `max_tokens_per_sequence` (a prompt and its `max_tokens` together: an answer that is bound to be cut
-        short is refused, not cut), or more samples than `max_sequences`. Raises ValueError for bad token
-        ids, and for stop strings without a tokenizer.
+        short is refused, not cut), or more samples than `max_sequences`. Raises TypeError for a prompt that
+        is no flat sequence of integers (a list, a tuple, an array or a tensor), ValueError for token ids
+        outside the vocabulary, and for stop strings without a tokenizer.
         """
-        params = params or SamplingParams()
-        prompt = [int(token) for token in prompt_token_ids]
-        room = self.max_tokens_per_sequence - len(prompt)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if not prompt:
-            raise ValueError("prompt_token_ids must hold at least one token")
-        if not all(0 <= token < self.model.vocabulary_size for token in prompt):
-            raise ValueError(f"prompt_token_ids must be from 0 to {self.model.vocabulary_size - 1}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need an engine with a tokenizer")
-        if not 1 <= max_tokens <= room:
-            raise RequestRefused(
-                f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed "
-                f"the {self.max_tokens_per_sequence} tokens that a sequence may have"
-            )
-        if params.n > self.max_sequences:
-            raise RequestRefused(
-                f"{params.n} samples exceed the {self.max_sequences} sequences that run at once"
-            )
+        params = SamplingParams() if params is None else params
+        prompt, max_tokens = check_request(
+            prompt_token_ids,
+            params,
+            on_token,
+            vocabulary_size=self.model.vocabulary_size,
+            max_tokens_per_sequence=self.max_tokens_per_sequence,
+            max_sequences=self.max_sequences,
+            has_tokenizer=self.tokenizer is not None,
+        )
         streams = [
             TextStream(self.tokenizer, params.stop) if self.tokenizer else None for _ in range(params.n)
         ]
@@ -183,6 +186,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """See Request.cancel."""
+        self._own(request)
         for answer in request.answers:
             if not answer.is_finished:
                 self._end(answer, FinishReason.CANCELLED)
@@ -192,6 +196,10 @@ class Engine:
 
         Raises the request's error, if it failed, after the last event.
         """
+        self._own(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Event]:
         delivered = 0
         while True:
             while delivered < len(request.events):
@@ -210,8 +218,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self._running or self._waiting)
+        """Whether anything runs or waits, or an event is not delivered yet (see `submit`, `step`)."""
+        return bool(self._running or self._waiting or self._undelivered)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
@@ -222,21 +230,21 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step for all that fit; returns the events since the last one, tokens and ends.
 
-        If the model raises, the plan is rolled back and its rows are tried again in halves, until each row
-        that fails by itself is found. Those requests end with `Request.error`, the other rows have computed
-        what they would have. What is no Exception, such as a keyboard interrupt in the model, rolls the
-        plan back, too, and goes through: the next step begins where this one did.
+        If the model or a draw raises, the plan is rolled back and its rows are tried again in halves, until
+        each row that fails by itself is found. Those requests end with `Request.error`, the other rows have
+        computed what they would have. So does a request whose text or callback raises. What is no
+        Exception, such as a keyboard interrupt, goes through: a plan that it comes upon is rolled back,
+        tokens of one that stands are kept, and the next step goes on from there.
         """
         began = time.perf_counter()
+        self._take_tokens()  # of a step that was interrupted
         self._admit()
         self._make_room()
         if self._running:
-            plan = self._batch.plan(self.max_tokens_per_step, rows=self._rows())
-            steps = self._compute(plan)
+            self._compute(self._batch.plan(self.max_tokens_per_step, rows=self._rows()))
             self._meter.steps += 1
             self._meter.look(self.pool, [answer.sequence for answer in self._running])
-            for plan, leaders, logits in steps:
-                self._take_tokens(plan, leaders, logits)
+            self._take_tokens()
         events = self._deliver()
         self._meter.busy_time += time.perf_counter() - began
         return events
@@ -288,70 +296,78 @@ class Engine:
         self._running.remove(answer)
         self._waiting.appendleft(answer)  # it is younger than who runs, older than who waits
 
-    def _compute(self, plan: kv.Plan) -> list[_Computed]:
-        """Run the model on a plan, in parts if that fails; returns what stands."""
+    def _compute(self, plan: kv.Plan) -> None:
+        """Run the model on a plan and draw its tokens, in parts if that fails."""
         running = {answer.row: answer for answer in self._running}
         answers = [running[row] for row in plan.rows.tolist()]
         try:
             with plan:
                 logits = self.model.forward(plan, self.cache)
+                self._draw([running[row] for row in plan.logits_rows.tolist()], logits)
         except Exception as error:
             self._meter.failed_steps += 1
             counts = (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
             if len(answers) == 1:
                 self._fail(answers[0], error)
-                return []
+                return
             half = len(answers) // 2
-            return [
-                computed
-                for part in (slice(half), slice(half, None))
-                for computed in self._compute_some(answers[part], counts[part])
-            ]
+            for part in (slice(half), slice(half, None)):
+                self._compute_some(answers[part], counts[part])
+            return
         self._meter.computed_tokens += plan.num_tokens
         for answer in answers:
             self._settle(answer)
-        return [_Computed(plan, [running[row] for row in plan.logits_rows.tolist()], logits)]
 
-    def _compute_some(self, answers: list[Answer], counts: list[int]) -> list[_Computed]:
+    def _compute_some(self, answers: list[Answer], counts: list[int]) -> None:
         """Some rows of a failed plan again, so many tokens of each."""
         alive = [
             (answer.row, count)
             for answer, count in zip(answers, counts, strict=True)
             if not answer.is_finished
         ]  # others have ended with a sample of the same request
-        if not alive:
-            return []
-        rows, counts = map(list, zip(*alive, strict=True))
-        return self._compute(self._batch.plan(rows=rows, num_tokens=counts))
+        if alive:
+            rows, counts = map(list, zip(*alive, strict=True))
+            self._compute(self._batch.plan(rows=rows, num_tokens=counts))
 
-    def _take_tokens(self, plan: kv.Plan, leaders: list[Answer], logits: torch.Tensor) -> None:
-        """One token for each of a committed plan's `logits_rows`; `logits` is [m, vocabulary]."""
-        drawn = {}
+    def _draw(self, leaders: list[Answer], logits: torch.Tensor) -> None:
+        """A token for each row of `logits`, [m, vocabulary], and for each sample to be forked from it.
+
+        It comes before the commit, and the answers' generators move on after it: a draw that does not count
+        is as if it had not been.
+        """
         for leader, row_logits in zip(leaders, logits, strict=True):
-            if leader.is_finished:  # since, with another sample of its request
-                continue
-            for answer in [leader, *self._fork(leader)]:
+            request = leader.request
+            for answer in [leader] if request._forked else request.answers:
+                generator = answer._generator.clone_state()
+                self._drawn[answer] = _Drawn(sample(row_logits, request.params, generator), generator)
+
+    def _take_tokens(self) -> None:
+        """Give each answer what was drawn for it, if that was committed; then the row has nothing pending.
+
+        A token is forgotten only after it was taken, so that an interrupt loses none.
+        """
+        while self._drawn:
+            answer, (token_id, generator) = next(iter(self._drawn.items()))
+            if answer._row is not None and answer.sequence.num_pending == 0:
+                self._fork(answer)
                 try:
-                    drawn[answer] = sample(row_logits, answer.request.params, answer._generator)
+                    event = answer._take(token_id, time.perf_counter())
                 except Exception as error:
                     self._fail(answer, error)
-        # A row that has just failed is in no batch any more and passed over, whatever its token.
-        plan.extend([drawn.get(leader, 0) for leader in leaders])
-        forked = [answer for answer in drawn if answer not in leaders and not answer.is_finished]
-        self._batch.extend([answer.row for answer in forked], [drawn[answer] for answer in forked])
-        now = time.perf_counter()
-        for answer, token in drawn.items():
-            if answer.is_finished:  # with another sample of its request, which failed
-                continue
-            self._meter.output_tokens += 1
-            self._emit(answer._take(token, now))
-            if answer.is_finished:
-                self._let_go(answer)
+                else:
+                    answer._generator = generator
+                    self._meter.output_tokens += 1
+                    self._emit(event)
+                    if answer.is_finished:
+                        self._let_go(answer)
+                    else:
+                        self._batch.extend([answer.row], [token_id])
+            del self._drawn[answer]
 
-    def _fork(self, leader: Answer) -> list[Answer]:
-        """The other samples of a prompt that has just been computed; their rows were kept free."""
+    def _fork(self, leader: Answer) -> None:
+        """Make the other samples of a prompt that has just been computed; their rows were kept free."""
         if leader.request._forked:
-            return []
+            return
         leader.request._forked = True
         samples = leader.request.answers[1:]
         for answer in samples:
@@ -360,7 +376,6 @@ class Engine:
             answer._cache_was_asked = True
             insort(self._running, answer, key=lambda answer: answer.age)
         self._meter.forks += len(samples)
-        return samples
 
     def _emit(self, event: Event) -> None:
         event.request.events.append(event)
@@ -370,16 +385,15 @@ class Engine:
         """Hand out what happened, now that the engine is in order: a callback may cancel and submit."""
         delivered: list[Event] = []
         while self._undelivered:
-            events, self._undelivered = self._undelivered, []
-            delivered += events
-            for event in events:
-                request = event.request
-                if request.on_token is not None:
-                    try:
-                        request.on_token(event)
-                    except Exception as error:
-                        request.on_token = None
-                        self._fail(event.answer, error)
+            event = self._undelivered.popleft()
+            delivered.append(event)
+            on_token = event.request.on_token
+            if on_token is not None:
+                try:
+                    on_token(event)
+                except Exception as error:
+                    event.request.on_token = None
+                    self._fail(event.answer, error)
         return delivered
 
     # Endings
@@ -394,8 +408,9 @@ class Engine:
                 self._end(sibling, FinishReason.ERROR)
 
     def _end(self, answer: Answer, reason: FinishReason) -> None:
-        self._emit(answer._end(reason))
+        answer.finish_reason = reason
         self._let_go(answer)
+        self._emit(answer._rest())
 
     def _let_go(self, answer: Answer) -> None:
         """A finished answer holds nothing."""
@@ -413,6 +428,10 @@ class Engine:
 
     # Odds and ends
 
+    def _own(self, request: Request) -> None:
+        if request._engine is not self:
+            raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
+
     def _settle(self, answer: Answer) -> None:
         """What follows from a commit."""
         sequence, window = answer.sequence, self.model.layout.sliding_window
@@ -427,18 +446,6 @@ class Engine:
 
     def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)
-
-    def _longest(self, wanted: int | None) -> int:
-        capacity = self.pool.num_blocks * self.pool.block_size
-        limits = [limit for limit in (capacity, self.model.max_positions) if limit is not None]
-        if wanted is None:
-            return min(limits)
-        if not 1 <= wanted <= min(limits):
-            raise ValueError(
-                f"max_tokens_per_sequence must be from 1 to {min(limits)}, not {wanted}: the pool holds "
-                f"{capacity} tokens, the model is made for {self.model.max_positions}"
-            )
-        return wanted
 
 
 def _rows_wanted(answer: Answer) -> int:

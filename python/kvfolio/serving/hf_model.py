@@ -145,10 +145,18 @@ class PagedModel:
         return longest
 
     def forward(self, plan: kv.Plan, cache: kv.KVCache) -> torch.Tensor:
-        """Compute the plan's tokens; returns the logits of `plan.logits_rows`, float32 [m, vocabulary]."""
+        """Compute the plan's tokens; returns the logits of `plan.logits_rows`, float32 [m, vocabulary].
+
+        Raises FloatingPointError if they are no numbers, or what the last layer caches is none: such a plan
+        must not be committed, since others would find its blocks by their tokens.
+        """
         cache.apply_copies(plan)
+        finite = True
 
         def attend(call: _LayerCall) -> torch.Tensor:
+            nonlocal finite
+            if call.layer == self.layout.num_layers - 1:  # what is wrong in a layer is so in all after it
+                finite = all(bool(states.isfinite().all()) for states in (call.k, call.v))
             cache.write(call.layer, call.k, call.v, plan)
             out: torch.Tensor = cache.attend(
                 call.layer,
@@ -162,12 +170,16 @@ class PagedModel:
             return out
 
         device = self.layout.device
-        return self._run(
+        logits = self._run(
             attend,
             torch.tensor(plan.token_ids, dtype=torch.long, device=device),
             torch.tensor(plan.positions, dtype=torch.long, device=device),
             torch.tensor(plan.logits_indices, dtype=torch.long, device=device),
         )
+        # The greatest is NaN if any is; what a model masks is minus infinity, and no matter.
+        if not (finite and bool(logits.amax(dim=-1).isfinite().all())):
+            raise FloatingPointError("the model's output is not finite")
+        return logits
 
     @torch.inference_mode()
     def _run(

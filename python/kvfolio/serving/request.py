@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -98,32 +99,33 @@ class Answer:
         return self._row
 
     def _take(self, token_id: int, now: float) -> Event:
-        """Append a token and find out whether it was the last."""
-        request = self.request
+        """Append a token and find out whether it was the last. Nothing is done if the tokenizer raises."""
+        request, stream = self.request, self._text_stream
+        reason = FinishReason.LENGTH if len(self.token_ids) + 1 == request.max_tokens else None
+        text = ""
+        if token_id in request.stop_token_ids:
+            reason = FinishReason.STOP
+            text = stream.finish() if stream else ""
+        elif stream:
+            text = stream.push(token_id, last=reason is not None)
+            if stream.stopped:
+                reason = FinishReason.STOP
         self.token_ids.append(token_id)
+        self.text += text
+        self.finish_reason = reason
         self.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-        text = ""
-        if token_id in request.stop_token_ids:
-            self.finish_reason = FinishReason.STOP
-        else:
-            text = self._text_stream.push(token_id) if self._text_stream else ""
-            if self._text_stream and self._text_stream.stopped:
-                self.finish_reason = FinishReason.STOP
-            elif len(self.token_ids) == request.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason and self._text_stream:
-            text += self._text_stream.finish()
-        self.text += text
-        return Event(request, self, token_id, text, self.finish_reason)
+        return Event(request, self, token_id, text, reason)
 
-    def _end(self, reason: FinishReason) -> Event:
-        """End without a token."""
-        text = self._text_stream.finish() if self._text_stream else ""
+    def _rest(self) -> Event:
+        """An end without a token, and what was held back of the text if it can be told."""
+        text = ""
+        if self._text_stream:
+            with suppress(Exception):
+                text = self._text_stream.finish()
         self.text += text
-        self.finish_reason = reason
-        return Event(self.request, self, None, text, reason)
+        return Event(self.request, self, None, text, self.finish_reason)
 
 
 class Request:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvfolio import _checks
+
+from .token_ids import token_ids
+
 MAX_SEED = 2**63
 NUCLEUS = 1024  # candidates for top_p at the first try
 
@@ -42,22 +46,33 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1 or None, not {self.max_tokens}")
+        for name in ("max_tokens", "top_k", "n"):
+            if (value := getattr(self, name)) is not None or name == "n":
+                self._set(name, _checks.integer(name, value, 1))
+        for name in ("temperature", "top_p"):
+            self._set(name, _checks.number(name, getattr(self, name)))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1 or None, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, not {self.n}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED - self.n:
-            raise ValueError(f"seed must be from 0 to 2**63 - n, not {self.seed}")
-        if isinstance(self.stop, str):
-            raise TypeError("stop must be a sequence of strings, not one string")
+        if self.seed is not None:
+            self._set("seed", _checks.integer("seed", self.seed, 0))
+            if self.seed > MAX_SEED - self.n:
+                raise ValueError(f"seed must be from 0 to 2**63 - n, not {self.seed}")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be True or False, not {type(self.ignore_eos).__name__}")
+        self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids)))
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise TypeError(f"stop must be a sequence of strings, not one {type(self.stop).__name__}")
+        for i, stop in enumerate(self.stop):
+            if not isinstance(stop, str):
+                raise TypeError(f"stop[{i}] must be a string, not {type(stop).__name__}")
         if not all(self.stop):
             raise ValueError("stop must hold no empty string")
+        self._set("stop", tuple(self.stop))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # as the checks have it: plain numbers, and tuples
 
     @property
     def is_greedy(self) -> bool:
@@ -71,13 +86,17 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     A sampled token takes exactly one number from `generator` and inverts the cumulative distribution with
     it, in float64: the n-th token's number is the same whatever was drawn before it.
 
-    Raises FloatingPointError if a logit is not a number: an argmax over those would be silently wrong.
+    Raises FloatingPointError if a logit is not a number, or the greatest not finite: what is drawn from
+    those would be silently wrong.
     """
-    if bool(torch.isnan(logits).any()):
-        raise FloatingPointError("the model's logits are not numbers")
+    greatest = logits.max()
+    if not bool(greatest.isfinite()):  # it is NaN if any is
+        raise FloatingPointError("the model's logits are not finite")
     if params.is_greedy:
         return int(logits.argmax())
-    probabilities, tokens = _candidates(logits.detach().cpu().double() / params.temperature, params)
+    # The greatest becomes 0, which no temperature makes infinite.
+    scores = (logits.detach() - greatest).cpu().double() / params.temperature
+    probabilities, tokens = _candidates(scores, params)
     cumulative = probabilities.cumsum(dim=0)
     if params.top_p < 1:
         cumulative = cumulative[: int(torch.searchsorted(cumulative, params.top_p)) + 1]

@@ -1,0 +1,58 @@
+"""What an engine takes in, and what it refuses at the door because it could never finish it."""
+
+from __future__ import annotations
+
+import kvfolio as kv
+from kvfolio import _checks
+
+from .errors import RequestRefused
+from .sampling import SamplingParams
+from .token_ids import token_ids
+
+
+def longest_sequence(wanted: object, pool: kv.BlockPool, max_positions: int | None) -> int:
+    """The most tokens that a sequence may have; `wanted` is None or an integer."""
+    capacity = pool.num_blocks * pool.block_size
+    longest = capacity if max_positions is None else min(capacity, max_positions)
+    if wanted is None:
+        return longest
+    number = _checks.integer("max_tokens_per_sequence", wanted, 1)
+    if number > longest:
+        raise ValueError(
+            f"max_tokens_per_sequence must be from 1 to {longest}, not {number}: the pool holds "
+            f"{capacity} tokens, the model is made for {max_positions}"
+        )
+    return number
+
+
+def check_request(
+    prompt_token_ids: object,
+    params: object,
+    on_token: object,
+    *,
+    vocabulary_size: int,
+    max_tokens_per_sequence: int,
+    max_sequences: int,
+    has_tokenizer: bool,
+) -> tuple[list[int], int]:
+    """The prompt, and the most tokens of an answer to it; see `Engine.submit` for what is raised."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token must be callable, which {type(on_token).__name__} is not")
+    prompt = token_ids("prompt_token_ids", prompt_token_ids, vocabulary_size)
+    token_ids("stop_token_ids", params.stop_token_ids, vocabulary_size)
+    if not prompt:
+        raise ValueError("prompt_token_ids must hold at least one token")
+    if params.stop and not has_tokenizer:
+        raise ValueError("stop strings need an engine with a tokenizer")
+    room = max_tokens_per_sequence - len(prompt)
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if not 1 <= max_tokens <= room:
+        raise RequestRefused(
+            f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed "
+            f"the {max_tokens_per_sequence} tokens that a sequence may have"
+        )
+    if params.n > max_sequences:
+        raise RequestRefused(f"{params.n} samples exceed the {max_sequences} sequences that run at once")
+    return prompt, max_tokens
