@@ -40,7 +40,7 @@ def test_without_its_extras_it_says_how_to_get_them(package: str) -> None:
     done = run("demo", without=(package,))
     assert done.returncode == 1
     assert package in done.stderr
-    assert "pip install 'kvfolio[serving]'" in done.stderr
+    assert "pip install 'kvfolio[demo]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -49,7 +49,7 @@ def test_the_demo_without_torch_says_how_to_get_it(package: str) -> None:
     pytest.importorskip("typer")
     done = run("demo", without=(package,))
     assert done.returncode == 1
-    assert "pip install 'kvfolio[serving]'" in done.stderr
+    assert "pip install 'kvfolio[demo]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

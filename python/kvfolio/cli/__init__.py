@@ -7,7 +7,7 @@ import sys
 _HELP = """\
 The command line needs a few more packages than the library does ({missing} is missing). Install them with
 
-    pip install 'kvfolio[serving]'
+    pip install 'kvfolio[demo]'
 """
 
 
