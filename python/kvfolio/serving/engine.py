@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import kvfolio as kv
 from kvfolio import _checks
 
-from .door import check_request, longest_sequence
+from .door import check_request, check_step, check_tokenizer, longest_sequence
 from .figures import EngineStats, Meter
 from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
@@ -91,34 +91,17 @@ class Engine:
         block_size = _checks.integer("block_size", block_size, 1)
         if reserve_blocks is None:
             reserve_blocks = num_blocks // 20
-        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-            raise TypeError(f"tokenizer must have a method decode, which {type(tokenizer).__name__} has not")
-        self.max_sequences = _checks.integer("max_sequences", max_sequences, 1)
-        self.max_tokens_per_step = _checks.integer("max_tokens_per_step", max_tokens_per_step, 1)
         self.reserve_blocks = _checks.integer("reserve_blocks", reserve_blocks, 0)
-        self.tokenizer = tokenizer
-        if max_sequences > max_tokens_per_step:
-            raise ValueError(
-                f"max_sequences must be from 1 to max_tokens_per_step, "
-                f"which is {max_tokens_per_step}, not {max_sequences}"
-            )
+        self.max_sequences, self.max_tokens_per_step = check_step(max_sequences, max_tokens_per_step)
+        self.tokenizer = check_tokenizer(tokenizer)
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
         self.max_tokens_per_sequence = longest_sequence(
             max_tokens_per_sequence, self.pool, self.model.max_positions
         )
-        layout = self.model.layout
-        self.cache = kv.KVCache(
-            self.pool,
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.head_dim,
-            dtype=str(layout.dtype).removeprefix("torch."),
-            device=str(layout.device),
-            array="torch",
-        )
+        self.cache = self.model.make_cache(self.pool)
         self._batch = kv.Batch(
-            self.pool, max_sequences=max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
+            self.pool, max_sequences=self.max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
         )
         self._work: dict[Answer, _Work] = {}  # of all who wait or run
         self._waiting: deque[_Work] = deque()  # oldest first, as is the next
@@ -432,12 +415,12 @@ class Engine:
     def _let_go(self, answer: Answer) -> None:
         """A finished answer holds nothing."""
         work = self._work.pop(answer, None)
-        if work in self._running:
-            self._batch.remove(work.row)
-            self._running.remove(work)
-        elif work is not None:
-            self._waiting.remove(work)
-        if work is not None:  # a sample that ends before the fork has nothing
+        if work is not None:  # else it is a sample that ends before the fork
+            if work in self._running:
+                self._batch.remove(work.row)
+                self._running.remove(work)
+            else:
+                self._waiting.remove(work)
             work.sequence.free()
         if answer.request.is_finished:
             self._meter.finished_requests += 1
