@@ -201,7 +201,7 @@ def test_the_youngest_gives_way_and_comes_back_before_those_who_wait(model: PreT
     youngest, behind = requests[2], requests[3]
     while engine.has_work:
         engine.step()
-        if youngest.figures.preemptions and youngest.answers[0]._row is None and not youngest.is_finished:
+        if youngest.answers[0] in [work.answer for work in engine._waiting] and youngest.figures.preemptions:
             assert behind.admitted_at is None
     assert [bool(request.figures.preemptions) for request in requests] == [False, False, True, False]
 
@@ -293,7 +293,7 @@ def test_a_family_that_fails_is_not_tried_again_by_its_other_samples(
     family = engine.submit(prompts[0], SamplingParams(max_tokens=6, n=2, temperature=1.0, seed=3))
     others = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts[1:]]
     engine.step()
-    rows = {answer.row for answer in family.answers}
+    rows = {work.row for work in engine._running if work.answer.request is family}
     assert len(rows) == 2
     forward = engine.model.forward
 

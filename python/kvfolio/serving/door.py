@@ -7,7 +7,26 @@ from kvfolio import _checks
 
 from .errors import RequestRefused
 from .sampling import SamplingParams
+from .text import Tokenizer
 from .token_ids import token_ids
+
+
+def check_step(max_sequences: object, max_tokens_per_step: object) -> tuple[int, int]:
+    """The most rows and the most tokens of a step."""
+    rows = _checks.integer("max_sequences", max_sequences, 1)
+    tokens = _checks.integer("max_tokens_per_step", max_tokens_per_step, 1)
+    if rows > tokens:
+        raise ValueError(
+            f"max_sequences must be from 1 to max_tokens_per_step, which is {tokens}, not {rows}"
+        )
+    return rows, tokens
+
+
+def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """It, if it is one as far as can be seen."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer must have a method decode, which {type(tokenizer).__name__} has not")
+    return tokenizer
 
 
 def longest_sequence(wanted: object, pool: kv.BlockPool, max_positions: int | None) -> int:

@@ -20,6 +20,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -29,13 +30,25 @@ from transformers import PreTrainedModel
 import kvfolio as kv
 from kvfolio import _checks
 
-from .door import check_request, longest_sequence
+from .door import check_request, check_step, check_tokenizer, longest_sequence
 from .figures import EngineStats, Meter
 from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
 from .sampling import MAX_SEED, SamplingParams, sample
 from .text import TextStream, Tokenizer
 from .token_ids import TokenIds
+
+
+@dataclass(eq=False)
+class _Work:
+    """What the engine keeps of an answer that waits or runs."""
+
+    answer: Answer
+    sequence: kv.Sequence
+    generator: torch.Generator
+    to_fork: list[Answer]  # the other samples of a prompt that is not computed yet
+    row: int = -1  # in the batch, while it runs
+    cache_was_asked: bool = False  # since it was admitted
 
 
 class _Drawn(NamedTuple):
@@ -78,37 +91,21 @@ class Engine:
         block_size = _checks.integer("block_size", block_size, 1)
         if reserve_blocks is None:
             reserve_blocks = num_blocks // 20
-        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-            raise TypeError(f"tokenizer must have a method decode, which {type(tokenizer).__name__} has not")
-        self.max_sequences = _checks.integer("max_sequences", max_sequences, 1)
-        self.max_tokens_per_step = _checks.integer("max_tokens_per_step", max_tokens_per_step, 1)
         self.reserve_blocks = _checks.integer("reserve_blocks", reserve_blocks, 0)
-        self.tokenizer = tokenizer
-        if max_sequences > max_tokens_per_step:
-            raise ValueError(
-                f"max_sequences must be from 1 to max_tokens_per_step, "
-                f"which is {max_tokens_per_step}, not {max_sequences}"
-            )
+        self.max_sequences, self.max_tokens_per_step = check_step(max_sequences, max_tokens_per_step)
+        self.tokenizer = check_tokenizer(tokenizer)
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
         self.max_tokens_per_sequence = longest_sequence(
             max_tokens_per_sequence, self.pool, self.model.max_positions
         )
-        layout = self.model.layout
-        self.cache = kv.KVCache(
-            self.pool,
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.head_dim,
-            dtype=str(layout.dtype).removeprefix("torch."),
-            device=str(layout.device),
-            array="torch",
-        )
+        self.cache = self.model.make_cache(self.pool)
         self._batch = kv.Batch(
-            self.pool, max_sequences=max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
+            self.pool, max_sequences=self.max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
         )
-        self._waiting: deque[Answer] = deque()  # oldest first, as is the next
-        self._running: list[Answer] = []
+        self._work: dict[Answer, _Work] = {}  # of all who wait or run
+        self._waiting: deque[_Work] = deque()  # oldest first, as is the next
+        self._running: list[_Work] = []
         self._drawn: dict[Answer, _Drawn] = {}  # not taken yet; void where the plan was rolled back
         self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
@@ -127,7 +124,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for answer in [*self._running, *self._waiting]:
+        for answer in list(self._work):
             self.cancel(answer.request)
         self._deliver()
 
@@ -163,7 +160,8 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         streams = [
-            TextStream(self.tokenizer, params.stop) if self.tokenizer else None for _ in range(params.n)
+            None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+            for _ in range(params.n)
         ]
         request = Request(
             self,
@@ -178,10 +176,11 @@ class Engine:
             on_token=on_token,
             submitted_at=time.perf_counter(),
         )
-        leader = request.answers[0]
-        leader._sequence = self.pool.sequence(prompt, context=context)
+        leader, *others = request.answers
+        sequence = self.pool.sequence(prompt, context=context)
         self._num_submitted += 1
-        self._waiting.append(leader)
+        self._work[leader] = _Work(leader, sequence, _generator(leader), others)
+        self._waiting.append(self._work[leader])
         return request
 
     def cancel(self, request: Request) -> None:
@@ -231,10 +230,10 @@ class Engine:
         """Compute one step for all that fit; returns the events since the last one, tokens and ends.
 
         If the model or a draw raises, the plan is rolled back and its rows are tried again in halves, until
-        each row that fails by itself is found. Those requests end with `Request.error`, the other rows have
-        computed what they would have. So does a request whose text or callback raises. What is no
-        Exception, such as a keyboard interrupt, goes through: a plan that it comes upon is rolled back,
-        tokens of one that stands are kept, and the next step goes on from there.
+        each row that fails by itself is found. Their requests end with `Request.error`, as do those whose
+        text or callback raises; the others have computed what they would have. What is no Exception, such
+        as a keyboard interrupt, goes through: a plan that it comes upon is rolled back, tokens of one that
+        stands are kept, and the next step goes on from there.
         """
         began = time.perf_counter()
         self._take_tokens()  # of a step that was interrupted
@@ -243,7 +242,7 @@ class Engine:
         if self._running:
             self._compute(self._batch.plan(self.max_tokens_per_step, rows=self._rows()))
             self._meter.steps += 1
-            self._meter.look(self.pool, [answer.sequence for answer in self._running])
+            self._meter.look(self.pool, [work.sequence for work in self._running])
             self._take_tokens()
         events = self._deliver()
         self._meter.busy_time += time.perf_counter() - began
@@ -251,32 +250,33 @@ class Engine:
 
     def _rows(self) -> list[int]:
         """In what order they share the step's tokens: who decodes goes first, so that no prompt stops it."""
-        return [
-            answer.row for answer in sorted(self._running, key=lambda answer: answer.sequence.num_pending > 1)
-        ]
+        return [work.row for work in sorted(self._running, key=lambda work: work.sequence.num_pending > 1)]
 
     def _admit(self) -> None:
         # A prompt takes its blocks piece by piece, so what the running ones have yet to take is spoken for;
         # so are the rows of samples that are not forked yet.
-        promised = sum(self.pool.blocks_needed(answer.sequence) for answer in self._running)
-        rows = sum(_rows_wanted(answer) for answer in self._running)
+        promised = sum(self.pool.blocks_needed(work.sequence) for work in self._running)
+        rows = sum(1 + len(work.to_fork) for work in self._running)
         while self._waiting:
-            answer = self._waiting[0]
-            needed = promised + self.pool.blocks_needed(answer.sequence)
+            work = self._waiting[0]
+            needed, rows_needed = self.pool.blocks_needed(work.sequence), 1 + len(work.to_fork)
             reserve = self.reserve_blocks if self._running else 0
-            if needed + reserve > self.pool.num_free or rows + _rows_wanted(answer) > self.max_sequences:
+            if promised + needed + reserve > self.pool.num_free or rows + rows_needed > self.max_sequences:
                 break
             self._waiting.popleft()
-            answer._row = self._batch.add(answer.sequence)
-            answer._cache_was_asked = False
-            insort(self._running, answer, key=lambda answer: answer.age)
-            promised += self.pool.blocks_needed(answer.sequence)  # less than before: it holds its hits now
-            rows += _rows_wanted(answer)
-            if answer.request.admitted_at is None:
-                answer.request.admitted_at = time.perf_counter()
+            self._start(work)
+            work.cache_was_asked = False
+            promised += self.pool.blocks_needed(work.sequence)  # less than before: it holds its hits now
+            rows += rows_needed
+            if work.answer.request.admitted_at is None:
+                work.answer.request.admitted_at = time.perf_counter()
         if not self._running and self._waiting:  # somebody else has the blocks: it could wait for ever
-            answer = self._waiting[0]
-            self._fail(answer, self._out_of_blocks(self.pool.blocks_needed(answer.sequence)))
+            work = self._waiting[0]
+            self._fail(work.answer, self._out_of_blocks(self.pool.blocks_needed(work.sequence)))
+
+    def _start(self, work: _Work) -> None:
+        work.row = self._batch.add(work.sequence)
+        insort(self._running, work, key=lambda work: work.answer.age)
 
     def _make_room(self) -> None:
         if not self._running:
@@ -284,22 +284,21 @@ class Engine:
         while missing := self._batch.shortfall(self.max_tokens_per_step, rows=self._rows()):
             youngest = self._running[-1]
             if len(self._running) == 1:
-                self._fail(youngest, self._out_of_blocks(self.pool.num_free + missing))
+                self._fail(youngest.answer, self._out_of_blocks(self.pool.num_free + missing))
                 return
             self._preempt(youngest)
 
-    def _preempt(self, answer: Answer) -> None:
-        self._batch.preempt(answer.row)
-        answer._row = None
-        answer.num_preemptions += 1
+    def _preempt(self, work: _Work) -> None:
+        self._batch.preempt(work.row)
+        work.answer.num_preemptions += 1
         self._meter.preemptions += 1
-        self._running.remove(answer)
-        self._waiting.appendleft(answer)  # it is younger than who runs, older than who waits
+        self._running.remove(work)
+        self._waiting.appendleft(work)  # it is younger than who runs, older than who waits
 
     def _compute(self, plan: kv.Plan) -> None:
         """Run the model on a plan and draw its tokens, in parts if that fails."""
-        running = {answer.row: answer for answer in self._running}
-        answers = [running[row] for row in plan.rows.tolist()]
+        running = {work.row: work for work in self._running}
+        works = [running[row] for row in plan.rows.tolist()]
         try:
             with plan:
                 logits = self.model.forward(plan, self.cache)
@@ -307,39 +306,39 @@ class Engine:
         except Exception as error:
             self._meter.failed_steps += 1
             counts = (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
-            if len(answers) == 1:
-                self._fail(answers[0], error)
+            if len(works) == 1:
+                self._fail(works[0].answer, error)
                 return
-            half = len(answers) // 2
+            half = len(works) // 2
             for part in (slice(half), slice(half, None)):
-                self._compute_some(answers[part], counts[part])
+                self._compute_some(works[part], counts[part])
             return
         self._meter.computed_tokens += plan.num_tokens
-        for answer in answers:
-            self._settle(answer)
+        for work in works:
+            self._settle(work)
 
-    def _compute_some(self, answers: list[Answer], counts: list[int]) -> None:
+    def _compute_some(self, works: list[_Work], counts: list[int]) -> None:
         """Some rows of a failed plan again, so many tokens of each."""
         alive = [
-            (answer.row, count)
-            for answer, count in zip(answers, counts, strict=True)
-            if not answer.is_finished
+            (work.row, count)
+            for work, count in zip(works, counts, strict=True)
+            if not work.answer.is_finished
         ]  # others have ended with a sample of the same request
         if alive:
             rows, counts = map(list, zip(*alive, strict=True))
             self._compute(self._batch.plan(rows=rows, num_tokens=counts))
 
-    def _draw(self, leaders: list[Answer], logits: torch.Tensor) -> None:
+    def _draw(self, works: list[_Work], logits: torch.Tensor) -> None:
         """A token for each row of `logits`, [m, vocabulary], and for each sample to be forked from it.
 
-        It comes before the commit, and the answers' generators move on after it: a draw that does not count
-        is as if it had not been.
+        It comes before the commit, and the generators move on after it: a draw that does not count is as if
+        it had not been.
         """
-        for leader, row_logits in zip(leaders, logits, strict=True):
-            request = leader.request
-            for answer in [leader] if request._forked else request.answers:
-                generator = answer._generator.clone_state()
-                self._drawn[answer] = _Drawn(sample(row_logits, request.params, generator), generator)
+        for work, row_logits in zip(works, logits, strict=True):
+            generators = {work.answer: work.generator.clone_state()}
+            generators |= {answer: _generator(answer) for answer in work.to_fork}
+            for answer, generator in generators.items():
+                self._drawn[answer] = _Drawn(sample(row_logits, answer.request.params, generator), generator)
 
     def _take_tokens(self) -> None:
         """Give each answer what was drawn for it, if that was committed; then the row has nothing pending.
@@ -347,34 +346,35 @@ class Engine:
         A token is forgotten only after it was taken, so that an interrupt loses none.
         """
         while self._drawn:
-            answer, (token_id, generator) = next(iter(self._drawn.items()))
-            if answer._row is not None and answer.sequence.num_pending == 0:
-                self._fork(answer)
-                try:
-                    event = answer._take(token_id, time.perf_counter())
-                except Exception as error:
-                    self._fail(answer, error)
-                else:
-                    answer._generator = generator
-                    self._meter.output_tokens += 1
-                    self._emit(event)
-                    if answer.is_finished:
-                        self._let_go(answer)
-                    else:
-                        self._batch.extend([answer.row], [token_id])
+            answer, drawn = next(iter(self._drawn.items()))
+            work = self._work.get(answer)
+            if work is not None and work.sequence.num_pending == 0:
+                self._fork(work)
+                self._take_token(work, drawn)
             del self._drawn[answer]
 
-    def _fork(self, leader: Answer) -> None:
-        """Make the other samples of a prompt that has just been computed; their rows were kept free."""
-        if leader.request._forked:
+    def _take_token(self, work: _Work, drawn: _Drawn) -> None:
+        answer = work.answer
+        try:
+            event = answer._take(drawn.token_id, time.perf_counter())
+        except Exception as error:
+            self._fail(answer, error)
             return
-        leader.request._forked = True
-        samples = leader.request.answers[1:]
+        work.generator = drawn.generator
+        self._meter.output_tokens += 1
+        self._emit(event)
+        if answer.is_finished:
+            self._let_go(answer)
+        else:
+            self._batch.extend([work.row], [drawn.token_id])
+
+    def _fork(self, leader: _Work) -> None:
+        """Make the other samples of a prompt that has just been computed; their rows were kept free."""
+        samples, leader.to_fork = leader.to_fork, []
         for answer in samples:
-            answer._sequence = leader.sequence.fork()
-            answer._row = self._batch.add(answer._sequence)
-            answer._cache_was_asked = True
-            insort(self._running, answer, key=lambda answer: answer.age)
+            work = _Work(answer, leader.sequence.fork(), _generator(answer), [], cache_was_asked=True)
+            self._work[answer] = work
+            self._start(work)
         self._meter.forks += len(samples)
 
     def _emit(self, event: Event) -> None:
@@ -414,15 +414,14 @@ class Engine:
 
     def _let_go(self, answer: Answer) -> None:
         """A finished answer holds nothing."""
-        if answer._row is not None:
-            self._batch.remove(answer.row)
-            self._running.remove(answer)
-            answer._row = None
-        elif answer in self._waiting:
-            self._waiting.remove(answer)
-        if answer._sequence is not None:
-            answer._sequence.free()
-            answer._sequence = None
+        work = self._work.pop(answer, None)
+        if work is not None:  # else it is a sample that ends before the fork
+            if work in self._running:
+                self._batch.remove(work.row)
+                self._running.remove(work)
+            else:
+                self._waiting.remove(work)
+            work.sequence.free()
         if answer.request.is_finished:
             self._meter.finished_requests += 1
 
@@ -432,15 +431,15 @@ class Engine:
         if request._engine is not self:
             raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, work: _Work) -> None:
         """What follows from a commit."""
-        sequence, window = answer.sequence, self.model.layout.sliding_window
-        if not answer._cache_was_asked:  # now, since a first plan looks again for what others have published
-            answer._cache_was_asked = True
-            if answer.request.cached_tokens is None:
-                answer.request.cached_tokens = sequence.num_cached
+        request, sequence, window = work.answer.request, work.sequence, self.model.layout.sliding_window
+        if not work.cache_was_asked:  # now, since a first plan looks again for what others have published
+            work.cache_was_asked = True
+            if request.cached_tokens is None:
+                request.cached_tokens = sequence.num_cached
             else:
-                answer.request.recovered_tokens += sequence.num_cached
+                request.recovered_tokens += sequence.num_cached
         if window is not None:  # the next token sees itself and the window - 1 before it
             sequence.discard_before(max(0, sequence.num_computed + 1 - window))
 
@@ -448,6 +447,5 @@ class Engine:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)
 
 
-def _rows_wanted(answer: Answer) -> int:
-    """Rows that an answer takes sooner or later: its own, and those of the samples to be forked from it."""
-    return 1 if answer.request._forked else answer.request.params.n
+def _generator(answer: Answer) -> torch.Generator:
+    return torch.Generator().manual_seed(answer.seed)

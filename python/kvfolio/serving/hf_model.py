@@ -144,6 +144,18 @@ class PagedModel:
             longest = rope.get("original_max_position_embeddings") or longest
         return longest
 
+    def make_cache(self, pool: kv.BlockPool) -> kv.KVCache:
+        """KV storage for all blocks of a pool, in the model's own dtype and on its device."""
+        return kv.KVCache(
+            pool,
+            self.layout.num_layers,
+            self.layout.num_kv_heads,
+            self.layout.head_dim,
+            dtype=str(self.layout.dtype).removeprefix("torch."),
+            device=str(self.layout.device),
+            array="torch",
+        )
+
     def forward(self, plan: kv.Plan, cache: kv.KVCache) -> torch.Tensor:
         """Compute the plan's tokens; returns the logits of `plan.logits_rows`, float32 [m, vocabulary].
 

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-import torch
-
-import kvfolio as kv
-
 from .figures import RequestFigures, mean
 from .sampling import SamplingParams
 from .text import TextStream
@@ -57,16 +53,10 @@ class Answer:
         self.num_preemptions = 0
         self.first_token_at: float | None = None  # seconds, by time.perf_counter
         self.last_token_at: float | None = None
-        self._generator = torch.Generator().manual_seed(self.seed)
         self._text_stream = text_stream
-        # The engine's own. A sequence exists from the first admission queue on, or from the fork; a row
-        # only while it runs.
-        self._sequence: kv.Sequence | None = None
-        self._row: int | None = None
-        self._cache_was_asked = False
 
     def __repr__(self) -> str:
-        state = self.finish_reason or ("waiting" if self._row is None else "running")
+        state = self.finish_reason or "not finished"
         return f"<Answer {self.request.id}.{self.index}: {len(self.token_ids)} tokens, {state}>"
 
     @property
@@ -85,18 +75,6 @@ class Answer:
         if self.first_token_at is None or self.last_token_at is None or len(self.token_ids) < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (len(self.token_ids) - 1)
-
-    @property
-    def sequence(self) -> kv.Sequence:
-        """Its tokens and blocks; the engine's own."""
-        assert self._sequence is not None, "asked only of answers that wait or run"
-        return self._sequence
-
-    @property
-    def row(self) -> int:
-        """Its row in the batch; the engine's own."""
-        assert self._row is not None, "asked only of answers that run"
-        return self._row
 
     def _take(self, token_id: int, now: float) -> Event:
         """Append a token and find out whether it was the last. Nothing is done if the tokenizer raises."""
@@ -160,7 +138,6 @@ class Request:
         self.events: list[Event] = []  # all so far, in order
         self.answers = [Answer(self, index, stream) for index, stream in enumerate(text_streams)]
         self._engine = engine
-        self._forked = params.n == 1
 
     def __repr__(self) -> str:
         done = sum(answer.is_finished for answer in self.answers)
