@@ -63,9 +63,7 @@ def demo(
     try:
         from .demo import DemoOptions, run_demo
     except ImportError as error:
-        typer.echo(
-            f"The demo needs torch and transformers ({error}): pip install 'kvfolio[demo]'", err=True
-        )
+        typer.echo(f"The demo needs torch and transformers ({error}): pip install 'kvfolio[demo]'", err=True)
         raise typer.Exit(1) from None
     options = DemoOptions(
         model=model,
