@@ -95,11 +95,11 @@ class KVLayout:
 class PagedModel:
     """A causal LM that computes plans.
 
-    The model itself stays as it is: its attention implementation is switched for each forward pass and put
-    back after it, so `model.generate` still works between two steps. Two threads must not use one model at
-    once.
+    The model is put into evaluation mode. Its attention implementation is switched for each forward pass and
+    put back after it, so `model.generate` still works between two steps. Two threads must not use one model
+    at once.
 
-    Raises UnsupportedModel if the model has layers without a K and a V of their own (recurrent, shared, cross
+    Raises UnsupportedModel if the model has layers that do not come with a K and a V (recurrent, cross
     attention, compressed latents), if these differ in shape, or if its attention cannot be replaced.
     """
 
