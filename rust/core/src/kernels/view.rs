@@ -140,6 +140,12 @@ impl<'a, E: Element> PagedView<'a, E> {
         self.strides[1]
     }
 
+    /// The distance from a head's row to the next one's.
+    #[inline]
+    pub(crate) fn head_stride(&self) -> isize {
+        self.strides[2]
+    }
+
     pub(crate) fn has_adjacent_heads(&self) -> bool {
         self.strides[2] == self.head_dim as isize
     }

@@ -1,0 +1,274 @@
+//! Matrix products in f32, on any vectors: elements of K and V, broadcast, times vectors of rows.
+#![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
+
+use std::ops::Range;
+
+use super::buffer::Buffer;
+use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
+use super::element::{Element, Format};
+use super::simd::Simd;
+use super::wide::{Engine, MAX_VECTORS, Seen};
+
+/// Where the chunk's rows of K and V lie as f32: in the pages, or widened in memory of its own.
+pub(crate) struct Vectors {
+    keys: [*const f32; CHUNK],
+    values: [*const f32; CHUNK],
+    wide: Buffer,
+}
+
+impl Default for Vectors {
+    fn default() -> Self {
+        Self { keys: [std::ptr::null(); CHUNK], values: [std::ptr::null(); CHUNK], wide: Buffer::default() }
+    }
+}
+
+impl Engine for Vectors {
+    const VECTORS: usize = MAX_VECTORS;
+    const KEYS: usize = KEYS;
+
+    fn query_size(lanes: usize, head_dim: usize) -> usize {
+        lanes * head_dim
+    }
+
+    #[inline(always)]
+    unsafe fn load_query<E: Element>(panel: &mut [f32], stride: usize, lane: usize, from: *const E, head_dim: usize) {
+        for (d, to) in panel[lane..].iter_mut().step_by(stride).take(head_dim).enumerate() {
+            // SAFETY: the caller's promise.
+            *to = unsafe { from.add(d).read() }.to_f32();
+        }
+    }
+
+    #[inline(always)]
+    fn load<S: Simd, E: Element>(
+        &mut self,
+        simd: S,
+        chunk: &Chunk<E>,
+        ahead: &mut Ahead<'_, E>,
+        head_dim: usize,
+    ) {
+        let count = chunk.len();
+        let padded = count.next_multiple_of(KEYS);
+        if E::FORMAT == Format::F32 {
+            for place in 0..padded {
+                self.keys[place] = chunk.key(place).cast();
+            }
+            for place in 0..count {
+                self.values[place] = chunk.value(place).cast();
+                ahead.keys(simd, 1);
+                ahead.values(simd, 1);
+            }
+            return;
+        }
+        let width = head_dim.next_multiple_of(S::LANES);
+        self.wide.reserve(2 * CHUNK * width);
+        let (keys, values) = self.wide.split_at_mut(CHUNK * width);
+        for place in 0..count {
+            for (memory, from) in [(&mut *keys, chunk.key(place)), (&mut *values, chunk.value(place))] {
+                let row = &mut memory[place * width..][..width];
+                for d in (0..head_dim).step_by(S::LANES) {
+                    // SAFETY: a row has head_dim elements, of which the count are left.
+                    let x = unsafe { simd.load_up_to(from.add(d), head_dim - d) };
+                    simd.put(&mut row[d..], x);
+                }
+            }
+            ahead.keys(simd, 1);
+            ahead.values(simd, 1);
+        }
+        for place in 0..padded {
+            self.keys[place] = keys[place.min(count - 1) * width..].as_ptr();
+            self.values[place] = values[place.min(count - 1) * width..].as_ptr();
+        }
+    }
+
+    #[inline(always)]
+    fn score<S: Simd>(
+        &mut self,
+        simd: S,
+        queries: &[f32],
+        keys: Range<usize>,
+        vectors: usize,
+        head_dim: usize,
+        scores: &mut [f32],
+    ) {
+        match (S::BLOCK, vectors) {
+            (8, 1) => self.score_keys::<S, 8, 1>(simd, queries, keys, head_dim, scores),
+            (8, 2) => self.score_keys::<S, 8, 2>(simd, queries, keys, head_dim, scores),
+            (8, _) => self.score_keys::<S, 8, 3>(simd, queries, keys, head_dim, scores),
+            (_, 1) => self.score_keys::<S, 4, 1>(simd, queries, keys, head_dim, scores),
+            (_, 2) => self.score_keys::<S, 4, 2>(simd, queries, keys, head_dim, scores),
+            (_, _) => self.score_keys::<S, 4, 3>(simd, queries, keys, head_dim, scores),
+        }
+    }
+
+    #[inline(always)]
+    fn is_finite<S: Simd, E: Element>(&mut self, simd: S, chunk: &Chunk<E>, head_dim: usize) -> bool {
+        let zero = simd.splat(0.0);
+        let mut sum = zero;
+        for &value in &self.values[..chunk.len()] {
+            for d in (0..head_dim).step_by(S::LANES) {
+                // SAFETY: as in `load`.
+                let x = unsafe { simd.load_up_to(value.add(d), head_dim - d) };
+                sum = simd.fma(x, zero, sum); // NaN if it is not finite
+            }
+        }
+        simd.sum_each([sum, zero, zero, zero])[0] == 0.0
+    }
+
+    #[inline(always)]
+    fn accumulate<S: Simd>(
+        &mut self,
+        simd: S,
+        weights: &mut [f32],
+        keys: Range<usize>,
+        vectors: usize,
+        head_dim: usize,
+        sums: &mut [f32],
+    ) {
+        match (S::BLOCK, vectors) {
+            (8, 1) => self.add_dims::<S, 8, 1, false>(simd, weights, keys, head_dim, None, sums),
+            (8, 2) => self.add_dims::<S, 8, 2, false>(simd, weights, keys, head_dim, None, sums),
+            (8, _) => self.add_dims::<S, 8, 3, false>(simd, weights, keys, head_dim, None, sums),
+            (_, 1) => self.add_dims::<S, 4, 1, false>(simd, weights, keys, head_dim, None, sums),
+            (_, 2) => self.add_dims::<S, 4, 2, false>(simd, weights, keys, head_dim, None, sums),
+            (_, _) => self.add_dims::<S, 4, 3, false>(simd, weights, keys, head_dim, None, sums),
+        }
+    }
+
+    #[inline(always)]
+    fn accumulate_seen<S: Simd, E: Element>(
+        &mut self,
+        simd: S,
+        _chunk: &Chunk<E>,
+        weights: &[f32],
+        keys: Range<usize>,
+        vectors: usize,
+        head_dim: usize,
+        seen: &Seen,
+        sums: &mut [f32],
+    ) {
+        match vectors {
+            1 => self.add_dims::<S, 1, 1, true>(simd, weights, keys, head_dim, Some(seen), sums),
+            2 => self.add_dims::<S, 1, 2, true>(simd, weights, keys, head_dim, Some(seen), sums),
+            _ => self.add_dims::<S, 1, 3, true>(simd, weights, keys, head_dim, Some(seen), sums),
+        }
+    }
+}
+
+impl Vectors {
+    #[inline(always)]
+    fn score_keys<S: Simd, const K: usize, const N: usize>(
+        &self,
+        simd: S,
+        queries: &[f32],
+        keys: Range<usize>,
+        head_dim: usize,
+        scores: &mut [f32],
+    ) {
+        let lanes = Self::VECTORS * S::LANES;
+        assert!(queries.len() >= head_dim * lanes && scores.len() >= keys.end * lanes);
+        let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
+        for first in keys.step_by(K) {
+            let mut rows = [std::ptr::null(); K];
+            rows.copy_from_slice(&self.keys[first..first + K]);
+            let mut sum = [[simd.splat(0.0); N]; K];
+            for d in 0..head_dim {
+                let mut q = [simd.splat(0.0); N];
+                for n in 0..N {
+                    // SAFETY: queries are [head_dim, lanes].
+                    q[n] = unsafe { simd.load(queries.add(d * lanes + n * S::LANES)) };
+                }
+                for k in 0..K {
+                    // SAFETY: a row has head_dim numbers.
+                    let x = simd.splat(unsafe { *rows[k].add(d) });
+                    for n in 0..N {
+                        sum[k][n] = simd.fma(x, q[n], sum[k][n]);
+                    }
+                }
+            }
+            for k in 0..K {
+                for n in 0..N {
+                    // SAFETY: scores are [at least keys.end, lanes].
+                    unsafe { simd.store(scores.add((first + k) * lanes + n * S::LANES), sum[k][n]) };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn add_dims<S: Simd, const K: usize, const N: usize, const SOME: bool>(
+        &self,
+        simd: S,
+        weights: &[f32],
+        keys: Range<usize>,
+        head_dim: usize,
+        seen: Option<&Seen>,
+        sums: &mut [f32],
+    ) {
+        let lanes = Self::VECTORS * S::LANES;
+        assert!(weights.len() >= keys.end * lanes && sums.len() >= head_dim * lanes && keys.end <= CHUNK);
+        let whole = head_dim - head_dim % K;
+        for d in (0..whole).step_by(K) {
+            // SAFETY: the sizes have just been looked at; d + K <= head_dim.
+            unsafe { self.add_block::<S, K, N, SOME>(simd, weights, keys.clone(), d, seen, sums) };
+        }
+        for d in whole..head_dim {
+            // SAFETY: as above.
+            unsafe { self.add_block::<S, 1, N, SOME>(simd, weights, keys.clone(), d, seen, sums) };
+        }
+    }
+
+    /// Adds to K dimensions from d on.
+    ///
+    /// # Safety
+    /// `weights` are `[at least keys.end, lanes]`, `sums` `[at least d + K, lanes]`; V has so many dimensions.
+    #[inline(always)]
+    unsafe fn add_block<S: Simd, const K: usize, const N: usize, const SOME: bool>(
+        &self,
+        simd: S,
+        weights: &[f32],
+        keys: Range<usize>,
+        d: usize,
+        seen: Option<&Seen>,
+        sums: &mut [f32],
+    ) {
+        let lanes = Self::VECTORS * S::LANES;
+        let (weights, sums) = (weights.as_ptr(), sums.as_mut_ptr());
+        let mut sum = [[simd.splat(0.0); N]; K];
+        for k in 0..K {
+            for n in 0..N {
+                // SAFETY: the caller's promise.
+                sum[k][n] = unsafe { simd.load(sums.add((d + k) * lanes + n * S::LANES)) };
+            }
+        }
+        for key in keys {
+            let mut w = [simd.splat(0.0); N];
+            for n in 0..N {
+                // SAFETY: the caller's promise.
+                w[n] = unsafe { simd.load(weights.add(key * lanes + n * S::LANES)) };
+            }
+            let value = self.values[key];
+            for k in 0..K {
+                // SAFETY: the caller's promise.
+                let x = simd.splat(unsafe { *value.add(d + k) });
+                for n in 0..N {
+                    let more = simd.fma(x, w[n], sum[k][n]);
+                    sum[k][n] = match seen {
+                        Some(seen) if SOME => {
+                            let place = simd.splat(key as f32);
+                            let (start, stop) = (&seen.start[n * S::LANES..], &seen.stop[n * S::LANES..]);
+                            let below = simd.select_less(place, simd.get(stop), more, sum[k][n]);
+                            simd.select_less(place, simd.get(start), sum[k][n], below)
+                        }
+                        _ => more,
+                    };
+                }
+            }
+        }
+        for k in 0..K {
+            for n in 0..N {
+                // SAFETY: the caller's promise.
+                unsafe { simd.store(sums.add((d + k) * lanes + n * S::LANES), sum[k][n]) };
+            }
+        }
+    }
+}
