@@ -7,6 +7,8 @@ tensors: whoever passes one has imported it.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -96,19 +98,41 @@ def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.
     return (sys.modules["torch"].from_numpy(out) if is_tensor(like) else out), out
 
 
+def max_threads(value: Array) -> int | None:
+    """Torch's own number of threads for tensors, which then do not compete with ours for more CPUs."""
+    return int(sys.modules["torch"].get_num_threads()) if is_tensor(value) else None
+
+
+HUGE_PAGE = 2 << 20
+
+
 def zeros(shape: Sequence[int], dtype: str, kind: Kind) -> Array:
     """Fresh storage, of which the system supplies a page when it is first written."""
-    item_size, line = ITEM_SIZES[dtype], 64
-    size = int(np.prod(shape, dtype=object)) * item_size
-    memory = np.zeros(size + line, np.uint8)
-    start = -memory.ctypes.data % line  # vectors that straddle cache lines cost two loads
-    bits = memory[start : start + size].view(np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
+    size = int(np.prod(shape, dtype=object)) * ITEM_SIZES[dtype]
+    bits = _zero_bytes(size).view(np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
     if kind == "numpy":
         return bits.view(_numpy_bfloat16()) if dtype == "bfloat16" else bits
     import torch
 
     tensor = torch.from_numpy(bits)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def _zero_bytes(size: int) -> NDArray[np.uint8]:
+    """Large ones in huge pages where the system has them: scattered blocks then miss fewer address translations."""
+    unit = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else 64  # 64: a cache line
+    if unit == 64:
+        memory = np.zeros(size + unit, np.uint8)
+    else:
+        try:
+            area = mmap.mmap(-1, size + unit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"the system refuses {size} bytes for K or V of a layer: {error}") from None
+        with contextlib.suppress(OSError):  # a system built without them
+            area.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(area, np.uint8)
+    start = -memory.ctypes.data % unit
+    return memory[start : start + size]
 
 
 def float32_vector(argument: str, value: object, length: int) -> NDArray[np.float32]:

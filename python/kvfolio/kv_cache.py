@@ -238,7 +238,8 @@ class KVCache:
                 "call apply_copies(plan) first"
             )
         views = self._key_views[layer], self._value_views[layer]
-        _native.write_kv(self._dtype, keys, values, *views, np.ascontiguousarray(slots))
+        slots = np.ascontiguousarray(slots)
+        _native.write_kv(self._dtype, keys, values, *views, slots, max_threads=_arrays.max_threads(k))
 
     @overload
     def attend(
@@ -354,6 +355,7 @@ class KVCache:
             logit_softcap=None if logit_softcap is None else _checks.number("logit_softcap", logit_softcap),
             alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads),
             sinks=_per_head("sinks", sinks, num_heads),
+            max_threads=_arrays.max_threads(q),
         )
         return (out, lse) if return_lse else out
 

@@ -1,7 +1,9 @@
 //! One call of attention: what all of its pieces of work share, and the choice of instructions for them.
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
+use std::env;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
@@ -18,6 +20,9 @@ use super::simd::{Avx2, Avx512};
 use super::tiles::Tiles;
 use super::view::{PagedView, TokenView};
 use super::{thin, wide};
+
+/// Rows from which on a tile is worked on with rows in lanes.
+const WIDE_FROM: usize = 12;
 
 /// What all tiles of a call share. The arguments have been checked against each other.
 pub(crate) struct Job<'a, E> {
@@ -118,8 +123,30 @@ impl Arithmetic {
         found
     }
 
+    /// The best of them, or the one that the environment's `KVFOLIO_CPU_CAPABILITY` names, if it is there.
     pub(crate) fn best() -> Self {
-        Self::available().pop().unwrap_or(Self::Portable)
+        static BEST: OnceLock<Arithmetic> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let mut found = Self::available();
+            let named = env::var("KVFOLIO_CPU_CAPABILITY").ok();
+            let chosen = named.and_then(|name| found.iter().position(|one| one.name() == name));
+            chosen.map(|place| found.swap_remove(place)).or_else(|| found.pop()).unwrap_or(Self::Portable)
+        })
+    }
+
+    /// What [`Arithmetic::best`] knows it by.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(_) => "neon",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(..) => "amx",
+        }
     }
 
     pub(crate) fn run<E: Element>(self, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
@@ -133,7 +160,7 @@ impl Arithmetic {
             Self::Avx2(simd) => unsafe { run_avx2(simd, job, tile, scratch) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Self::Amx(simd, amx) if E::FORMAT == Format::Bf16 => unsafe {
+            Self::Amx(simd, amx) if E::FORMAT == Format::Bf16 && is_wide(job, tile) => unsafe {
                 run_amx(simd, amx, job, tile, scratch);
             },
             // SAFETY: as above.
@@ -161,9 +188,13 @@ impl Arithmetic {
 
 /// Few rows are worked on with dimensions in a vector's lanes, many with rows in them.
 #[inline(always)]
+fn is_wide<E: Element>(job: &Job<'_, E>, tile: &Tile) -> bool {
+    tile.queries.len() * job.group >= WIDE_FROM
+}
+
+#[inline(always)]
 fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
-    let rows = tile.queries.len() * job.group;
-    if 4 * rows >= 3 * S::LANES.max(16) {
+    if is_wide(job, tile) {
         wide::run(simd, &mut scratch.vectors, job, tile, &mut scratch.wide);
     } else {
         thin::run(simd, job, tile, scratch);

@@ -23,6 +23,8 @@ pub(crate) struct Memory {
     values: Buffer,
     /// `[CHUNK / 2, LANES, 2]`
     weights: Buffer,
+    /// `[STEP / 2, dims, 2]`: V on its way.
+    pairs: Buffer,
 }
 
 /// The unit, with memory to work in.
@@ -49,21 +51,19 @@ impl Engine for Tiles<'_> {
         self.amx.release();
     }
 
-    /// `[dims / 2, LANES, 2]`
-    fn query_size(lanes: usize, head_dim: usize) -> usize {
-        lanes * head_dim.next_multiple_of(STEP) / 2
+    /// Pairs of neighbouring elements.
+    fn query_size(head_dim: usize) -> usize {
+        head_dim.next_multiple_of(STEP) / 2
     }
 
     #[inline]
-    unsafe fn load_query<E: Element>(panel: &mut [f32], stride: usize, lane: usize, from: *const E, head_dim: usize) {
-        let from = from.cast::<u16>();
-        for pair in 0..head_dim.div_ceil(2) {
-            // SAFETY: the caller's promise.
-            let (low, high) = unsafe {
-                let last = 2 * pair + 1 == head_dim;
-                (from.add(2 * pair).read(), if last { 0 } else { from.add(2 * pair + 1).read() })
-            };
-            panel[pair * stride + lane] = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+    unsafe fn load_query<S: Simd, E: Element>(_simd: S, from: *const E, head_dim: usize, to: &mut [f32]) {
+        let (dims, to) = (2 * to.len(), to.as_mut_ptr().cast::<u16>());
+        assert!(head_dim <= dims);
+        // SAFETY: the caller's promise; `to` has room for `dims` elements.
+        unsafe {
+            from.cast::<u16>().copy_to_nonoverlapping(to, head_dim);
+            to.add(head_dim).write_bytes(0, dims - head_dim);
         }
     }
 
@@ -88,20 +88,20 @@ impl Engine for Tiles<'_> {
                 row.add(head_dim).write_bytes(0, dims - head_dim);
             }
         }
-        let mut rows = [std::ptr::null(); STEP];
+        self.memory.pairs.reserve(STEP / 2 * dims);
         for first in (0..count).step_by(STEP) {
-            let here = STEP.min(count - first);
-            for (place, row) in rows.iter_mut().enumerate() {
-                *row = chunk.value(first + place.min(here - 1)).cast::<u16>();
+            let pairs = &mut self.memory.pairs[..STEP / 2 * dims];
+            for (pair, to) in pairs.chunks_exact_mut(dims).enumerate() {
+                ahead.values(simd, 2);
+                let place = first + 2 * pair;
+                let row = |place: usize| (place < count).then(|| chunk.value(place).cast::<u16>());
+                // SAFETY: `self.amx` proves that the instructions are there; a row has head_dim elements.
+                unsafe { interleave(row(place), row(place + 1), head_dim, to) };
             }
-            ahead.values(simd, here);
-            let to = self.memory.values.as_mut_ptr().cast::<u16>().wrapping_add(first);
-            for d in (0..dims).step_by(16) {
-                // SAFETY: `self.amx` proves that the instructions are there. A row has head_dim elements, and the
-                // buffer `dims` rows of CHUNK elements, of which STEP are left from `first` on.
-                unsafe {
-                    transpose(&rows, here, d, head_dim.saturating_sub(d).min(16), to.wrapping_add(d * CHUNK));
-                }
+            for d in (0..dims).step_by(STEP / 2) {
+                let to = self.memory.values[(d * CHUNK + first) / 2..].as_mut_ptr();
+                // SAFETY: 16 rows of `dims` pairs become as many of CHUNK / 2, of which 16 are left from `first` on.
+                unsafe { simd.transpose(pairs[d..].as_ptr(), dims, to, CHUNK / 2) };
             }
         }
     }
@@ -196,52 +196,28 @@ impl Engine for Tiles<'_> {
     }
 }
 
-/// Puts 16 dimensions (`columns` of them are there) of 32 keys' rows (`count` are there), from `d` on, as 16 rows of 32
-/// keys, CHUNK elements apart; what is not there becomes zero.
+/// Pairs of the elements of two rows; zeros for a row that is not there, and behind their ends.
 ///
 /// # Safety
-/// Of each row `columns` elements must be readable from `d` on; the places must be writable.
+/// `head_dim` elements of each must be readable.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn transpose(rows: &[*const u16; STEP], count: usize, d: usize, columns: usize, to: *mut u16) {
-    let columns = ((1u32 << columns) - 1) as u16;
-    let mut r = [_mm512_setzero_si512(); 16];
-    for pair in 0..16 {
-        let mask = |key: usize| if key < count { columns } else { 0 };
-        // SAFETY: the caller's promise; masked elements are not read.
-        let (low, high) = unsafe {
-            (
-                _mm256_maskz_loadu_epi16(mask(2 * pair), rows[2 * pair].wrapping_add(d).cast()),
-                _mm256_maskz_loadu_epi16(mask(2 * pair + 1), rows[2 * pair + 1].wrapping_add(d).cast()),
-            )
-        };
-        let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
-        r[pair] = _mm512_or_si512(_mm512_cvtepu16_epi32(low), high);
-    }
-    // A transposition of 16 x 16 words: within pairs of rows, of pairs, of quarters, of halves.
-    let mut t = r;
-    for i in 0..8 {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for i in 0..4 {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for i in 0..4 {
-        t[i] = _mm512_shuffle_i32x4::<0x88>(r[i], r[4 + i]);
-        t[4 + i] = _mm512_shuffle_i32x4::<0xDD>(r[i], r[4 + i]);
-        t[8 + i] = _mm512_shuffle_i32x4::<0x88>(r[8 + i], r[12 + i]);
-        t[12 + i] = _mm512_shuffle_i32x4::<0xDD>(r[8 + i], r[12 + i]);
-    }
-    for i in 0..8 {
-        r[i] = _mm512_shuffle_i32x4::<0x88>(t[i], t[8 + i]);
-        r[8 + i] = _mm512_shuffle_i32x4::<0xDD>(t[i], t[8 + i]);
-    }
-    for (i, row) in r.into_iter().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe { _mm512_storeu_si512(to.wrapping_add(i * CHUNK).cast(), row) };
+unsafe fn interleave(even: Option<*const u16>, odd: Option<*const u16>, head_dim: usize, to: &mut [f32]) {
+    for (step, to) in to.chunks_exact_mut(16).enumerate() {
+        let (d, zero) = (16 * step, _mm256_setzero_si256());
+        let mask = ((1u32 << head_dim.saturating_sub(d).min(16)) - 1) as u16;
+        // SAFETY: the caller's promise; masked elements are not read, and `to` has 16 numbers.
+        unsafe {
+            let low = match even {
+                Some(row) => _mm256_maskz_loadu_epi16(mask, row.wrapping_add(d).cast()),
+                None => zero,
+            };
+            let high = match odd {
+                Some(row) => _mm256_maskz_loadu_epi16(mask, row.wrapping_add(d).cast()),
+                None => zero,
+            };
+            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_or_si512(_mm512_cvtepu16_epi32(low), high));
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::buffer::Buffer;
 use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
 use super::element::{Element, Format};
-use super::simd::Simd;
+use super::simd::{MAX_LANES, Simd};
 use super::wide::{Engine, MAX_VECTORS, Seen};
 
 /// Where the chunk's rows of K and V lie as f32: in the pages, or widened in memory of its own.
@@ -26,15 +26,16 @@ impl Engine for Vectors {
     const VECTORS: usize = MAX_VECTORS;
     const KEYS: usize = KEYS;
 
-    fn query_size(lanes: usize, head_dim: usize) -> usize {
-        lanes * head_dim
+    fn query_size(head_dim: usize) -> usize {
+        head_dim.next_multiple_of(MAX_LANES)
     }
 
     #[inline(always)]
-    unsafe fn load_query<E: Element>(panel: &mut [f32], stride: usize, lane: usize, from: *const E, head_dim: usize) {
-        for (d, to) in panel[lane..].iter_mut().step_by(stride).take(head_dim).enumerate() {
-            // SAFETY: the caller's promise.
-            *to = unsafe { from.add(d).read() }.to_f32();
+    unsafe fn load_query<S: Simd, E: Element>(simd: S, from: *const E, head_dim: usize, to: &mut [f32]) {
+        for d in (0..to.len()).step_by(S::LANES) {
+            // SAFETY: the caller's promise; none is read where none is left.
+            let x = unsafe { simd.load_up_to(from.wrapping_add(d), head_dim.saturating_sub(d)) };
+            simd.put(&mut to[d..], x);
         }
     }
 

@@ -41,14 +41,14 @@ pub(crate) trait Engine {
     fn begin(&mut self) {}
     fn end(&mut self) {}
 
-    /// Numbers that a panel's queries take.
-    fn query_size(lanes: usize, head_dim: usize) -> usize;
+    /// Numbers that a query takes: its elements, padded, in the form in which they are multiplied.
+    fn query_size(head_dim: usize) -> usize;
 
-    /// Puts a row's query into its lane of the panel.
+    /// Puts a query into that form.
     ///
     /// # Safety
     /// `head_dim` elements must be readable at `from`.
-    unsafe fn load_query<E: Element>(panel: &mut [f32], stride: usize, lane: usize, from: *const E, head_dim: usize);
+    unsafe fn load_query<S: Simd, E: Element>(simd: S, from: *const E, head_dim: usize, to: &mut [f32]);
 
     /// Makes the chunk's K and V ready, asking for memory ahead as it goes.
     fn load<S: Simd, E: Element>(
@@ -108,12 +108,14 @@ pub(crate) struct Seen {
 /// Working memory. Panels of all heads of the tile are numbered through, head by head.
 #[derive(Default)]
 pub(crate) struct Memory {
-    /// Queries, in the engine's form, a panel after the other.
+    /// Queries in the engine's form, `[query_size, lanes]` for each panel.
     queries: Buffer,
     /// Weighted sums of V so far, `[dims, lanes]` for each panel.
     sums: Buffer,
     /// `[CHUNK, lanes]`: scores, then weights.
     scores: Buffer,
+    /// `[MAX_LANES, dims]`: queries and results before and after they change places with lanes.
+    rows: Buffer,
     tops: Buffer,
     totals: Buffer,
     /// What each row sees, and of each panel what any and what all of its rows see.
@@ -149,7 +151,7 @@ pub(crate) fn run<S: Simd, E: Element, G: Engine>(
     tile: &Tile,
     memory: &mut Memory,
 ) {
-    let sizes = prepare::<S, E, G>(job, tile, memory);
+    let sizes = prepare::<S, E, G>(simd, job, tile, memory);
     engine.begin();
     let seen = job.seen_by_any(tile);
     let at = |first: usize| first.min(seen.end)..(first + CHUNK).min(seen.end);
@@ -174,31 +176,45 @@ pub(crate) fn run<S: Simd, E: Element, G: Engine>(
 }
 
 #[inline(always)]
-fn prepare<S: Simd, E: Element, G: Engine>(job: &Job<'_, E>, tile: &Tile, memory: &mut Memory) -> Sizes {
+fn prepare<S: Simd, E: Element, G: Engine>(
+    simd: S,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    memory: &mut Memory,
+) -> Sizes {
     let rows = tile.queries.len() * job.group;
     let lanes = G::VECTORS * S::LANES;
     let panels = rows.div_ceil(lanes);
     let head_dim = job.keys.shape()[3];
     let dims = head_dim.next_multiple_of(DIMS);
-    let query_size = G::query_size(lanes, head_dim);
+    let query_size = G::query_size(head_dim) * lanes;
     let all = panels * tile.heads.len();
     memory.queries.reserve(all * query_size);
     memory.sums.reserve(all * dims * lanes);
     memory.scores.reserve(CHUNK * lanes);
     memory.tops.reserve(all * lanes);
     memory.totals.reserve(all * lanes);
-    memory.queries[..all * query_size].fill(0.0);
+    memory.rows.reserve(MAX_LANES * dims);
     memory.sums[..all * dims * lanes].fill(0.0);
     memory.tops[..all * lanes].fill(Denominator::EMPTY.top);
     memory.totals[..all * lanes].fill(Denominator::EMPTY.total);
+    let width = query_size / lanes;
     for (place, kv_head) in tile.heads.clone().enumerate() {
-        for row in 0..rows {
-            let (query, head) = job.row(tile, kv_head, row);
-            let panel = place * panels + row / lanes;
+        for first in (0..panels * lanes).step_by(S::LANES) {
+            for lane in 0..S::LANES {
+                // Lanes behind the last row follow it: they see what it sees, and nobody looks at them.
+                let (query, head) = job.row(tile, kv_head, (first + lane).min(rows - 1));
+                let from = job.q.row(job.queries[query].token, head);
+                // SAFETY: a row has head_dim readable elements.
+                unsafe { G::load_query(simd, from, head_dim, &mut memory.rows[lane * width..][..width]) };
+            }
+            let panel = place * panels + first / lanes;
             let to = &mut memory.queries[panel * query_size..][..query_size];
-            let from = job.q.row(job.queries[query].token, head);
-            // SAFETY: a row has head_dim readable elements.
-            unsafe { G::load_query(to, lanes, row % lanes, from, head_dim) };
+            for d in (0..width).step_by(S::LANES) {
+                let to = to[d * lanes + first % lanes..].as_mut_ptr();
+                // SAFETY: both have `width` columns or rows, a multiple of LANES, and `lanes` is one, too.
+                unsafe { simd.transpose(memory.rows[d..].as_ptr(), width, to, lanes) };
+            }
         }
     }
     memory.seen.clear();
@@ -427,20 +443,23 @@ fn soften<S: Simd, const N: usize>(
 #[inline(always)]
 fn finish<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, sizes: &Sizes, memory: &mut Memory) {
     let Sizes { rows, panels, lanes, head_dim, dims, .. } = *sizes;
-    memory.scores.reserve(dims);
     for (place, kv_head) in tile.heads.clone().enumerate() {
-        for row in 0..rows {
-            let (panel, lane) = (place * panels + row / lanes, row % lanes);
+        for first in (0..rows).step_by(S::LANES) {
+            let panel = place * panels + first / lanes;
             let sums = &memory.sums[panel * dims * lanes..][..dims * lanes];
-            let result = &mut memory.scores[..head_dim];
-            for (to, from) in result.iter_mut().zip(sums.chunks_exact(lanes)) {
-                *to = from[lane];
+            for d in (0..dims).step_by(S::LANES) {
+                let from = sums[d * lanes + first % lanes..].as_ptr();
+                // SAFETY: both have `dims` rows or columns, a multiple of LANES, and `lanes` is one, too.
+                unsafe { simd.transpose(from, lanes, memory.rows[d..].as_mut_ptr(), dims) };
             }
-            let number = panel * lanes + lane;
-            let denominator = Denominator { top: memory.tops[number], total: memory.totals[number] };
-            let (query, head) = job.row(tile, kv_head, row);
-            // SAFETY: each query and head is in one tile of its kind, and each of these is run once.
-            unsafe { job.output.put(simd, job, tile, [query, head], denominator, result) };
+            for row in first..(first + S::LANES).min(rows) {
+                let number = panel * lanes + row % lanes;
+                let denominator = Denominator { top: memory.tops[number], total: memory.totals[number] };
+                let (query, head) = job.row(tile, kv_head, row);
+                let result = &memory.rows[(row - first) * dims..][..head_dim];
+                // SAFETY: each query and head is in one tile of its kind, and each of these is run once.
+                unsafe { job.output.put(simd, job, tile, [query, head], denominator, result) };
+            }
         }
     }
 }

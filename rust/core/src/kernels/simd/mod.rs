@@ -84,6 +84,20 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// Asks for the cache line at an address, which need not be valid, to be brought into the second-level cache.
     fn prefetch(self, address: *const u8);
 
+    /// Transposes a block of `LANES` rows of `LANES` numbers; strides are in numbers.
+    ///
+    /// # Safety
+    /// Both blocks must be there; they must not overlap.
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        for row in 0..Self::LANES {
+            for column in 0..Self::LANES {
+                // SAFETY: the caller's promise.
+                unsafe { *to.add(column * to_stride + row) = *from.add(row * from_stride + column) };
+            }
+        }
+    }
+
     /// The numbers of a storage type, widened.
     ///
     /// # Safety

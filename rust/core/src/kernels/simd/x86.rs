@@ -131,6 +131,42 @@ impl Simd for Avx512 {
         self.scale_by_power(self.exp2_of_fraction(self.sub(bounded, n)), n)
     }
 
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        // SAFETY: the caller's promise; `detect` made `self`, so the CPU has the instructions.
+        unsafe {
+            let mut r = [_mm512_setzero_si512(); 16];
+            for row in 0..16 {
+                r[row] = _mm512_loadu_si512(from.add(row * from_stride).cast());
+            }
+            // Within pairs of rows, pairs of pairs, then quarters and halves of registers.
+            let mut t = r;
+            for i in 0..8 {
+                t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+                t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+            }
+            for i in 0..4 {
+                r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+                r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+                r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+                r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+            }
+            for i in 0..4 {
+                t[i] = _mm512_shuffle_i32x4::<0x88>(r[i], r[4 + i]);
+                t[4 + i] = _mm512_shuffle_i32x4::<0xDD>(r[i], r[4 + i]);
+                t[8 + i] = _mm512_shuffle_i32x4::<0x88>(r[8 + i], r[12 + i]);
+                t[12 + i] = _mm512_shuffle_i32x4::<0xDD>(r[8 + i], r[12 + i]);
+            }
+            for i in 0..8 {
+                r[i] = _mm512_shuffle_i32x4::<0x88>(t[i], t[8 + i]);
+                r[8 + i] = _mm512_shuffle_i32x4::<0xDD>(t[i], t[8 + i]);
+            }
+            for row in 0..16 {
+                _mm512_storeu_si512(to.add(row * to_stride).cast(), r[row]);
+            }
+        }
+    }
+
     intrinsics! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
         fn add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
