@@ -338,7 +338,7 @@ class KVCache:
         num_tokens, num_heads, head_dim = queries.shape
         if sliding_window is not None:
             sliding_window = min(_checks.integer("sliding_window", sliding_window, 1), 2**31)
-        out, out_view = _arrays.empty_like(q)
+        out, out_view = _arrays.empty_like(q, self._dtype)
         lse, lse_view = _arrays.empty_float32((num_tokens, num_heads), q) if return_lse else (None, None)
         _native.attend(
             self._dtype,

@@ -10,7 +10,7 @@ use super::job::{Query, Tile};
 
 /// So many rows (queries times the heads that share a KV head) are worked on together: enough that loading and
 /// rearranging K and V is paid for, few enough that their state stays in the second-level cache.
-const TILE_ROWS: usize = 512;
+const TILE_ROWS: usize = 384;
 
 /// Numbers of a tile's queries that may belong to several KV heads; with more, each head gets a tile of its own.
 const TILE_NUMBERS: usize = 1 << 16;

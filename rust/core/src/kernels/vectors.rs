@@ -5,21 +5,21 @@ use std::ops::Range;
 
 use super::buffer::Buffer;
 use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
-use super::element::{Element, Format};
+use super::element::Element;
 use super::simd::{MAX_LANES, Simd};
 use super::wide::{Engine, MAX_VECTORS, Seen};
 
-/// Where the chunk's rows of K and V lie as f32: in the pages, or widened in memory of its own.
+/// The chunk's rows of K and V, as f32: read by the element, they must not lie where their pages lie, at distances that
+/// are powers of two and compete for a few places of the cache.
+#[derive(Default)]
 pub(crate) struct Vectors {
-    keys: [*const f32; CHUNK],
-    values: [*const f32; CHUNK],
-    wide: Buffer,
+    keys: Buffer,
+    values: Buffer,
 }
 
-impl Default for Vectors {
-    fn default() -> Self {
-        Self { keys: [std::ptr::null(); CHUNK], values: [std::ptr::null(); CHUNK], wide: Buffer::default() }
-    }
+/// From a row of K or V to the next one: an odd number of cache lines.
+fn width(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(2 * MAX_LANES) + MAX_LANES
 }
 
 impl Engine for Vectors {
@@ -47,24 +47,13 @@ impl Engine for Vectors {
         ahead: &mut Ahead<'_, E>,
         head_dim: usize,
     ) {
-        let count = chunk.len();
-        let padded = count.next_multiple_of(KEYS);
-        if E::FORMAT == Format::F32 {
-            for place in 0..padded {
-                self.keys[place] = chunk.key(place).cast();
-            }
-            for place in 0..count {
-                self.values[place] = chunk.value(place).cast();
-                ahead.keys(simd, 1);
-                ahead.values(simd, 1);
-            }
-            return;
-        }
-        let width = head_dim.next_multiple_of(S::LANES);
-        self.wide.reserve(2 * CHUNK * width);
-        let (keys, values) = self.wide.split_at_mut(CHUNK * width);
-        for place in 0..count {
-            for (memory, from) in [(&mut *keys, chunk.key(place)), (&mut *values, chunk.value(place))] {
+        let width = width(head_dim);
+        self.keys.reserve(CHUNK * width);
+        self.values.reserve(CHUNK * width);
+        for place in 0..chunk.len() {
+            for (memory, from) in
+                [(&mut self.keys, chunk.key(place)), (&mut self.values, chunk.value(place))]
+            {
                 let row = &mut memory[place * width..][..width];
                 for d in (0..head_dim).step_by(S::LANES) {
                     // SAFETY: a row has head_dim elements, of which the count are left.
@@ -74,10 +63,6 @@ impl Engine for Vectors {
             }
             ahead.keys(simd, 1);
             ahead.values(simd, 1);
-        }
-        for place in 0..padded {
-            self.keys[place] = keys[place.min(count - 1) * width..].as_ptr();
-            self.values[place] = values[place.min(count - 1) * width..].as_ptr();
         }
     }
 
@@ -105,11 +90,9 @@ impl Engine for Vectors {
     fn is_finite<S: Simd, E: Element>(&mut self, simd: S, chunk: &Chunk<E>, head_dim: usize) -> bool {
         let zero = simd.splat(0.0);
         let mut sum = zero;
-        for &value in &self.values[..chunk.len()] {
+        for value in self.values.chunks_exact(width(head_dim)).take(chunk.len()) {
             for d in (0..head_dim).step_by(S::LANES) {
-                // SAFETY: as in `load`.
-                let x = unsafe { simd.load_up_to(value.add(d), head_dim - d) };
-                sum = simd.fma(x, zero, sum); // NaN if it is not finite
+                sum = simd.fma(simd.get(&value[d..]), zero, sum); // NaN if it is not finite
             }
         }
         simd.sum_each([sum, zero, zero, zero])[0] == 0.0
@@ -167,10 +150,11 @@ impl Vectors {
     ) {
         let lanes = Self::VECTORS * S::LANES;
         assert!(queries.len() >= head_dim * lanes && scores.len() >= keys.end * lanes);
+        let width = width(head_dim);
+        assert!(self.keys.len() >= CHUNK * width && keys.end <= CHUNK);
         let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
         for first in keys.step_by(K) {
-            let mut rows = [std::ptr::null(); K];
-            rows.copy_from_slice(&self.keys[first..first + K]);
+            let rows = self.keys[first * width..].as_ptr();
             let mut sum = [[simd.splat(0.0); N]; K];
             for d in 0..head_dim {
                 let mut q = [simd.splat(0.0); N];
@@ -179,8 +163,8 @@ impl Vectors {
                     q[n] = unsafe { simd.load(queries.add(d * lanes + n * S::LANES)) };
                 }
                 for k in 0..K {
-                    // SAFETY: a row has head_dim numbers.
-                    let x = simd.splat(unsafe { *rows[k].add(d) });
+                    // SAFETY: there are K rows of head_dim numbers; KEYS and so K divides CHUNK.
+                    let x = simd.splat(unsafe { *rows.add(k * width + d) });
                     for n in 0..N {
                         sum[k][n] = simd.fma(x, q[n], sum[k][n]);
                     }
@@ -210,11 +194,11 @@ impl Vectors {
         let whole = head_dim - head_dim % K;
         for d in (0..whole).step_by(K) {
             // SAFETY: the sizes have just been looked at; d + K <= head_dim.
-            unsafe { self.add_block::<S, K, N, SOME>(simd, weights, keys.clone(), d, seen, sums) };
+            unsafe { self.add_block::<S, K, N, SOME>(simd, weights, keys.clone(), d, head_dim, seen, sums) };
         }
         for d in whole..head_dim {
             // SAFETY: as above.
-            unsafe { self.add_block::<S, 1, N, SOME>(simd, weights, keys.clone(), d, seen, sums) };
+            unsafe { self.add_block::<S, 1, N, SOME>(simd, weights, keys.clone(), d, head_dim, seen, sums) };
         }
     }
 
@@ -223,16 +207,18 @@ impl Vectors {
     /// # Safety
     /// `weights` are `[at least keys.end, lanes]`, `sums` `[at least d + K, lanes]`; V has so many dimensions.
     #[inline(always)]
+    #[expect(clippy::too_many_arguments, reason = "a loop's body")]
     unsafe fn add_block<S: Simd, const K: usize, const N: usize, const SOME: bool>(
         &self,
         simd: S,
         weights: &[f32],
         keys: Range<usize>,
         d: usize,
+        head_dim: usize,
         seen: Option<&Seen>,
         sums: &mut [f32],
     ) {
-        let lanes = Self::VECTORS * S::LANES;
+        let (lanes, width) = (Self::VECTORS * S::LANES, width(head_dim));
         let (weights, sums) = (weights.as_ptr(), sums.as_mut_ptr());
         let mut sum = [[simd.splat(0.0); N]; K];
         for k in 0..K {
@@ -247,7 +233,7 @@ impl Vectors {
                 // SAFETY: the caller's promise.
                 w[n] = unsafe { simd.load(weights.add(key * lanes + n * S::LANES)) };
             }
-            let value = self.values[key];
+            let value = self.values[key * width..][..width].as_ptr();
             for k in 0..K {
                 // SAFETY: the caller's promise.
                 let x = simd.splat(unsafe { *value.add(d + k) });
