@@ -93,6 +93,12 @@ pub(crate) fn attend(
     })
 }
 
+/// Instruction sets that this machine can run, the one in use last.
+#[pyfunction]
+pub(crate) fn cpu_capabilities() -> Vec<&'static str> {
+    kernels::cpu_capabilities()
+}
+
 /// How many threads kernels use.
 #[pyfunction]
 pub(crate) fn get_num_threads() -> usize {

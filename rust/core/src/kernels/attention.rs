@@ -9,8 +9,8 @@ use super::scratch::{with_partial, with_scratch};
 use super::threads;
 use super::view::{PagedView, TokenView};
 
-/// Multiplications of a call below which waking another thread costs more than it saves.
-const WORTH_SHARING: usize = 1 << 20;
+/// Multiplications of a call, times bytes of an element, below which waking another thread costs more than it saves.
+const WORTH_SHARING: usize = 1 << 21;
 
 /// Who attends to what, as a plan tells it.
 #[derive(Debug, Clone, Copy)]
@@ -80,7 +80,7 @@ pub(crate) fn attend_with<E: Element>(
         queries.saturating_mul(step.seq_lens[row] as usize)
     });
     let work = pairs.fold(0, usize::saturating_add).saturating_mul(num_heads * head_dim);
-    let share = work >= WORTH_SHARING;
+    let share = work.saturating_mul(size_of::<E>()) >= WORTH_SHARING;
     let threads = if share { threads::count() } else { 1 };
     let sizes = Sizes { block_size, num_kv_heads, head_dim, group: num_heads / num_kv_heads, threads };
     let Schedule { queries, tiles, merges, parts, partials } =

@@ -94,6 +94,15 @@ impl<E: Element> Job<'_, E> {
     }
 }
 
+/// Names of the instruction sets that this machine can run. The last one is in use, unless the environment's
+/// `KVFOLIO_CPU_CAPABILITY` names another.
+pub fn cpu_capabilities() -> Vec<&'static str> {
+    let mut names: Vec<_> = Arithmetic::available().into_iter().map(Arithmetic::name).collect();
+    let best = Arithmetic::best().name();
+    names.sort_by_key(|&name| name == best);
+    names
+}
+
 /// The instructions to use.
 #[derive(Clone, Copy)]
 pub(crate) enum Arithmetic {

@@ -32,6 +32,7 @@ pub use attention::{Scoring, Step, attend};
 pub use copy::copy_blocks;
 pub use element::{Element, Format};
 pub use error::KernelError;
+pub use job::cpu_capabilities;
 pub use read::read;
 pub use threads::{num_threads, set_num_threads, with_at_most};
 pub use view::{PagedView, PagedViewMut, TokenView};

@@ -23,20 +23,29 @@ impl Denominator {
     /// By how much weights relative to this one exceed those that are relative to a larger `top`.
     #[inline(always)]
     fn shrink(self, top: f32) -> f32 {
-        if self.top == f32::NEG_INFINITY && self.total == 0.0 { 0.0 } else { (self.top - top).exp2() }
+        if self.top == top {
+            1.0
+        } else if self.top == f32::NEG_INFINITY && self.total == 0.0 {
+            0.0
+        } else {
+            (self.top - top).exp2()
+        }
     }
 
-    /// What weighted sums are to be multiplied by, and the natural logarithm, once a sink has joined.
+    /// With a sink's share, if there is one.
     #[inline(always)]
-    fn close(self, sink: Option<f32>) -> (f32, f32) {
-        let sink = sink.map_or(f32::NEG_INFINITY, |sink| sink * LOG2_E);
+    fn with_sink(self, sink: Option<f32>) -> Self {
+        let Some(sink) = sink.map(|sink| sink * LOG2_E).filter(|&sink| sink > f32::NEG_INFINITY) else {
+            return self;
+        };
         let top = if sink > self.top { sink } else { self.top };
-        if top == f32::NEG_INFINITY && self.total == 0.0 {
-            return (0.0, f32::NEG_INFINITY); // nothing seen, and no sink
-        }
-        let shrink = self.shrink(top);
-        let total = self.total * shrink + (sink - top).exp2();
-        (shrink / total, (top + total.log2()) * LN_2)
+        Self { top, total: self.total * self.shrink(top) + (sink - top).exp2() }
+    }
+
+    /// Its natural logarithm.
+    #[inline(always)]
+    fn ln(self) -> f32 {
+        if self.total == 0.0 { f32::NEG_INFINITY } else { (self.top + self.total.log2()) * LN_2 }
     }
 }
 
@@ -133,21 +142,23 @@ impl<'a, E: Element> Output<'a, E> {
         sums: &[f32],
     ) {
         assert!(token < self.tokens && head < self.num_heads, "({token}, {head}) is outside the output");
-        let (factor, lse) = denominator.close(scoring.sinks.map(|sinks| sinks[head]));
+        let whole = denominator.with_sink(scoring.sinks.map(|sinks| sinks[head]));
+        // Sums of nothing are zeros, and stay so.
+        let factor = if whole.total == 0.0 { 0.0 } else { denominator.shrink(whole.top) / whole.total };
         let row = token * self.num_heads + head;
         let sums = &sums[..self.head_dim];
-        let (factors, whole) = (simd.splat(factor), self.head_dim - self.head_dim % S::LANES);
+        let (factors, even) = (simd.splat(factor), self.head_dim - self.head_dim % S::LANES);
         // SAFETY: the row is inside both slices, and the caller keeps others off it.
         unsafe {
             let out = self.out.add(row * self.head_dim);
-            for d in (0..whole).step_by(S::LANES) {
+            for d in (0..even).step_by(S::LANES) {
                 simd.store_elements(out.add(d), simd.mul(simd.load(sums.as_ptr().add(d)), factors));
             }
-            for d in whole..self.head_dim {
+            for d in even..self.head_dim {
                 out.add(d).write(E::from_f32(sums[d] * factor));
             }
             if let Some(start) = self.lse {
-                start.add(row).write(lse);
+                start.add(row).write(whole.ln());
             }
         }
     }

@@ -3,14 +3,14 @@
 //! threads busy (`FlashDecoding`, Dao et al. 2023). Results that come in parts are merged by their denominators.
 
 use std::cmp::Reverse;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use super::attention::Step;
 use super::job::{Query, Tile};
 
 /// So many rows (queries times the heads that share a KV head) are worked on together: enough that loading and
 /// rearranging K and V is paid for, few enough that their state stays in the second-level cache.
-const TILE_ROWS: usize = 384;
+const TILE_ROWS: RangeInclusive<usize> = 96..=768;
 
 /// Numbers of a tile's queries that may belong to several KV heads; with more, each head gets a tile of its own.
 const TILE_NUMBERS: usize = 1 << 16;
@@ -59,8 +59,12 @@ struct Segment {
 impl Schedule {
     pub(crate) fn new(step: &Step<'_>, sliding_window: Option<usize>, sizes: &Sizes) -> Self {
         let mut schedule = Self::default();
+        // Of all heads; fewer rows to a tile where that keeps more threads busy.
+        let rows = step.query_start_loc.last().map_or(0, |&stop| stop as usize * sizes.group * sizes.num_kv_heads);
+        let pieces = if sizes.threads > 1 { PIECES * sizes.threads } else { 1 };
+        let rows = (rows / pieces).clamp(*TILE_ROWS.start(), *TILE_ROWS.end());
         for segment in segments(step, sliding_window, sizes.block_size) {
-            schedule.cut(step, sliding_window, sizes, &segment);
+            schedule.cut(step, sliding_window, sizes, (rows / sizes.group).max(1), &segment);
         }
         schedule.split(sizes);
         schedule.number_parts();
@@ -69,8 +73,15 @@ impl Schedule {
         schedule
     }
 
-    /// Runs of queries, small enough for a tile.
-    fn cut(&mut self, step: &Step<'_>, sliding_window: Option<usize>, sizes: &Sizes, segment: &Segment) {
+    /// Runs of at most `most` queries.
+    fn cut(
+        &mut self,
+        step: &Step<'_>,
+        sliding_window: Option<usize>,
+        sizes: &Sizes,
+        most: usize,
+        segment: &Segment,
+    ) {
         let first = self.queries.len();
         for &row in &segment.rows {
             let (start, stop) = (step.query_start_loc[row] as usize, step.query_start_loc[row + 1] as usize);
@@ -81,7 +92,6 @@ impl Schedule {
                 position: (length + token).checked_sub(stop).filter(|_| length > 0),
             }));
         }
-        let most = (TILE_ROWS / sizes.group).max(1);
         for start in (first..self.queries.len()).step_by(most) {
             let queries = start..(start + most).min(self.queries.len());
             let mut keys = segment.keys.clone();

@@ -60,6 +60,9 @@ pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, s
     let at = |first: usize| first.min(seen.end)..(first + most).min(seen.end);
     let (mut chunk, mut next) = (Chunk::new(), Chunk::new());
     chunk.locate(job, tile.row, tile.heads.start, at(seen.start));
+    let mut first = Ahead::new(&chunk, job, tile.heads.len());
+    first.keys(simd, KEYS * tile.heads.len());
+    first.values(simd, KEYS * tile.heads.len());
     while chunk.len() > 0 {
         next.locate(job, tile.row, tile.heads.start, at(chunk.positions.end));
         let mut ahead = Ahead::new(&next, job, tile.heads.len());

@@ -81,12 +81,9 @@ impl Engine for Tiles<'_> {
         let keys = self.memory.keys.as_mut_ptr().cast::<u16>();
         for place in 0..count {
             ahead.keys(simd, 1);
-            // SAFETY: a row of K has head_dim elements, the row of the buffer has room for `dims`.
-            unsafe {
-                let row = keys.add(place * dims);
-                chunk.key(place).cast::<u16>().copy_to_nonoverlapping(row, head_dim);
-                row.add(head_dim).write_bytes(0, dims - head_dim);
-            }
+            // SAFETY: `self.amx` proves that the instructions are there; a row of K has head_dim elements, the row of
+            // the buffer has room for `dims`.
+            unsafe { copy_row(chunk.key(place).cast(), head_dim, keys.add(place * dims), dims) };
         }
         self.memory.pairs.reserve(STEP / 2 * dims);
         for first in (0..count).step_by(STEP) {
@@ -192,6 +189,22 @@ impl Engine for Tiles<'_> {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Copies a row, with zeros behind its end up to `dims`, a multiple of STEP.
+///
+/// # Safety
+/// `head_dim` elements must be readable, `dims` writable.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn copy_row(from: *const u16, head_dim: usize, to: *mut u16, dims: usize) {
+    for d in (0..dims).step_by(STEP) {
+        let mask = ((1u64 << head_dim.saturating_sub(d).min(STEP)) - 1) as u32;
+        // SAFETY: the caller's promise; masked elements are not read.
+        unsafe {
+            let x = _mm512_maskz_loadu_epi16(mask, from.wrapping_add(d).cast());
+            _mm512_storeu_si512(to.add(d).cast(), x);
         }
     }
 }

@@ -54,6 +54,11 @@ impl<'a, E: Element> TokenView<'a, E> {
         [self.tokens, self.heads, self.head_dim]
     }
 
+    /// The distance from a token's first row to the next one's.
+    pub(crate) fn token_stride(&self) -> isize {
+        self.strides[0]
+    }
+
     pub(crate) fn has_adjacent_heads(&self) -> bool {
         self.strides[1] == self.head_dim as isize
     }
