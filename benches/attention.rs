@@ -65,7 +65,8 @@ fn measure<E: Element>(name: &str, sequences: usize, context: usize, queries: us
     let starts: Vec<i32> = (0..=sequences).map(|i| (i * queries) as i32).collect();
     let step = Step { block_table: &tables, seq_lens: &lengths, query_start_loc: &starts };
     let scale = 1.0 / (DIM as f32).sqrt();
-    let scoring = Scoring { scale, sliding_window: None, logit_softcap: None, alibi_slopes: None, sinks: None };
+    let scoring =
+        Scoring { scale, sliding_window: None, logit_softcap: None, alibi_slopes: None, sinks: None };
     let q = TokenView::new(&q, [sequences * queries, HEADS, DIM]);
     let views = (PagedView::new(&keys, shape), PagedView::new(&values, shape));
     let (time, cpu) = least(|| {
@@ -73,9 +74,14 @@ fn measure<E: Element>(name: &str, sequences: usize, context: usize, queries: us
     });
     let bytes = (2 * size_of::<E>() * size) as f64;
     if queries > 1 {
-        let products = 4.0 * (sequences * HEADS * DIM) as f64
-            * (queries * (2 * context - queries + 1) / 2) as f64;
-        println!("{name:20} {:9.3} ms (cpu {:9.3}) {:7.1} GFLOP/s", time * 1e3, cpu * 1e3, products / cpu / 1e9);
+        let products =
+            4.0 * (sequences * HEADS * DIM) as f64 * (queries * (2 * context - queries + 1) / 2) as f64;
+        println!(
+            "{name:20} {:9.3} ms (cpu {:9.3}) {:7.1} GFLOP/s",
+            time * 1e3,
+            cpu * 1e3,
+            products / cpu / 1e9
+        );
         return;
     }
     let (plain, _) = least(|| {

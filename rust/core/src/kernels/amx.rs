@@ -27,6 +27,7 @@ struct Configuration {
     rows: [u8; 16],
 }
 
+#[expect(clippy::unused_self, reason = "it is the proof that the instructions are there")]
 impl Amx {
     pub(crate) fn detect() -> Option<Self> {
         static FOUND: OnceLock<bool> = OnceLock::new();
@@ -35,11 +36,14 @@ impl Amx {
 
     /// Sets the thread's tiles up.
     pub(crate) fn configure(self) {
-        let mut all = Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let mut all =
+            Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         all.row_bytes[..8].fill(ROW_BYTES as u16);
         all.rows[..8].fill(ROWS as u8);
         // SAFETY: `self` proves that the instruction is there; it reads 64 bytes. No compiled code uses tiles.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const all, options(nostack, preserves_flags, readonly)) };
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &raw const all, options(nostack, preserves_flags, readonly));
+        }
     }
 
     /// Gives the tiles up, so that the system need not save them.

@@ -25,7 +25,8 @@ pub fn copy_blocks<E: Element>(
         threads::for_each(views.len(), true, |index| copy_staged(&views[index], copies));
         return Ok(());
     }
-    let block = views.iter().map(|view| view.as_view().shape()[1..].iter().product::<usize>()).max().unwrap_or(0);
+    let block =
+        views.iter().map(|view| view.as_view().shape()[1..].iter().product::<usize>()).max().unwrap_or(0);
     let most = (PIECE / (block * size_of::<E>()).max(1)).max(1);
     let pieces: Vec<&[[i32; 2]]> = copies.chunks(most).collect();
     let share = views.len() * copies.len() * block * size_of::<E>() >= PIECE;

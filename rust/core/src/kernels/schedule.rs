@@ -60,7 +60,8 @@ impl Schedule {
     pub(crate) fn new(step: &Step<'_>, sliding_window: Option<usize>, sizes: &Sizes) -> Self {
         let mut schedule = Self::default();
         // Of all heads; fewer rows to a tile where that keeps more threads busy.
-        let rows = step.query_start_loc.last().map_or(0, |&stop| stop as usize * sizes.group * sizes.num_kv_heads);
+        let rows =
+            step.query_start_loc.last().map_or(0, |&stop| stop as usize * sizes.group * sizes.num_kv_heads);
         let pieces = if sizes.threads > 1 { PIECES * sizes.threads } else { 1 };
         let rows = (rows / pieces).clamp(*TILE_ROWS.start(), *TILE_ROWS.end());
         for segment in segments(step, sliding_window, sizes.block_size) {
@@ -68,7 +69,8 @@ impl Schedule {
         }
         schedule.split(sizes);
         schedule.number_parts();
-        let cost = |tile: &Tile| tile.keys.len() * (tile.queries.len() * sizes.group + LOAD) * tile.heads.len();
+        let cost =
+            |tile: &Tile| tile.keys.len() * (tile.queries.len() * sizes.group + LOAD) * tile.heads.len();
         schedule.tiles.sort_by_key(|tile| Reverse(cost(tile)));
         schedule
     }
@@ -98,7 +100,8 @@ impl Schedule {
             if !segment.is_shared {
                 let position = |query: usize| self.queries[query].position;
                 let stop = position(queries.end - 1).map_or(keys.start, |last| last + 1);
-                let seen = |window: usize| position(start).map_or(0, |first| (first + 1).saturating_sub(window));
+                let seen =
+                    |window: usize| position(start).map_or(0, |first| (first + 1).saturating_sub(window));
                 keys = keys.start.max(sliding_window.map_or(0, seen))..stop;
             }
             let rows = queries.len() * sizes.group;
@@ -155,7 +158,9 @@ impl Schedule {
             if queries.iter().any(|query| is_partial[query.token]) {
                 // Tiles of the same queries and keys differ in their heads, and have one result.
                 if tile.heads.start == 0 {
-                    found.extend(queries.iter().enumerate().map(|(i, query)| (query.token, self.partials + i)));
+                    found.extend(
+                        queries.iter().enumerate().map(|(i, query)| (query.token, self.partials + i)),
+                    );
                     self.partials += queries.len();
                 }
                 tile.partial = Some(self.partials - queries.len());

@@ -63,7 +63,9 @@ pub(crate) fn count() -> usize {
 fn pool(helpers: usize) -> Option<Arc<ThreadPool>> {
     let process = process::id();
     let fits = |place: &Option<(u32, Arc<ThreadPool>)>| match place {
-        Some((owner, pool)) if *owner == process && pool.current_num_threads() >= helpers => Some(Arc::clone(pool)),
+        Some((owner, pool)) if *owner == process && pool.current_num_threads() >= helpers => {
+            Some(Arc::clone(pool))
+        }
         _ => None,
     };
     if let Some(pool) = fits(&POOL.read().unwrap_or_else(PoisonError::into_inner)) {

@@ -1,4 +1,5 @@
 //! Matrix products in f32, on any vectors: elements of K and V, broadcast, times vectors of rows.
+#![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
 use std::ops::Range;
@@ -51,8 +52,7 @@ impl Engine for Vectors {
         self.keys.reserve(CHUNK * width);
         self.values.reserve(CHUNK * width);
         for place in 0..chunk.len() {
-            for (memory, from) in
-                [(&mut self.keys, chunk.key(place)), (&mut self.values, chunk.value(place))]
+            for (memory, from) in [(&mut self.keys, chunk.key(place)), (&mut self.values, chunk.value(place))]
             {
                 let row = &mut memory[place * width..][..width];
                 for d in (0..head_dim).step_by(S::LANES) {

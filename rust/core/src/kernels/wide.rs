@@ -166,7 +166,19 @@ pub(crate) fn run<S: Simd, E: Element, G: Engine>(
             engine.load(simd, &chunk, &mut ahead, sizes.head_dim);
             let mut is_finite = None;
             for panel in 0..sizes.panels {
-                attend_chunk(simd, engine, job, tile, &chunk, kv_head, place, panel, &sizes, &mut is_finite, memory);
+                attend_chunk(
+                    simd,
+                    engine,
+                    job,
+                    tile,
+                    &chunk,
+                    kv_head,
+                    place,
+                    panel,
+                    &sizes,
+                    &mut is_finite,
+                    memory,
+                );
             }
         }
         mem::swap(&mut chunk, &mut next);
@@ -222,11 +234,15 @@ fn prepare<S: Simd, E: Element, G: Engine>(
     memory.seen_by_any.clear();
     memory.seen_by_all.clear();
     for rows in memory.seen.chunks(lanes) {
-        let any = rows.iter().filter(|seen| !seen.is_empty());
-        let any = any.fold(usize::MAX..0, |any, seen| any.start.min(seen.start)..any.end.max(seen.end));
-        memory.seen_by_any.push(any.start.min(any.end)..any.end);
-        let all = rows.iter().fold(0..usize::MAX, |all, seen| all.start.max(seen.start)..all.end.min(seen.end));
-        memory.seen_by_all.push(all);
+        let (mut any, mut all) = ((usize::MAX, 0), (0, usize::MAX));
+        for seen in rows {
+            if !seen.is_empty() {
+                any = (any.0.min(seen.start), any.1.max(seen.end));
+            }
+            all = (all.0.max(seen.start), all.1.min(seen.end));
+        }
+        memory.seen_by_any.push(any.0.min(any.1)..any.1);
+        memory.seen_by_all.push(all.0..all.1);
     }
     Sizes { rows, panels, lanes, head_dim, dims, query_size }
 }
@@ -322,7 +338,8 @@ fn transform<S: Simd, E: Element>(
             let (query, head) = job.row(tile, kv_head, row);
             slopes[lane] = all[head];
             // Whole numbers, exact in f32 up to 2^24.
-            distances[lane] = (first_position as i64 - job.queries[query].position.unwrap_or(0) as i64) as f32;
+            distances[lane] =
+                (first_position as i64 - job.queries[query].position.unwrap_or(0) as i64) as f32;
         }
     }
     for key in keys.clone() {

@@ -168,7 +168,8 @@ const MIXED: [(usize, usize); 6] = [(1, 70), (1, 1), (17, 17), (40, 150), (0, 9)
 
 #[test]
 fn attention_is_right_at_every_block_size_and_head_dim() {
-    let sizes = [(1, 128), (4, 80), (16, 64), (32, 8), (16, 13), (5, 100), (128, 256), (64, 136), (8, 264), (2, 24)];
+    let sizes =
+        [(1, 128), (4, 80), (16, 64), (32, 8), (16, 13), (5, 100), (128, 256), (64, 136), (8, 264), (2, 24)];
     for (block_size, dim) in sizes {
         Case::<f32>::new(&MIXED, [4, 2], dim, block_size).assert_right(&plain(dim), 2e-6);
         Case::<bf16>::new(&MIXED, [4, 2], dim, block_size).assert_right(&plain(dim), 8e-3);
