@@ -4,12 +4,12 @@
     python benches/attention.py figure --json out.json --svg docs/attention.svg    # needs matplotlib
 
 32 query / 8 KV heads of 128, page 16, blocks scattered. What is compared runs in turn, call by call, in one
-process; a time is the least of the calls: on a shared machine absolute times drift, and ratios within a run are
-what counts. Bandwidth counts each byte of K and V once; "read" is a plain read of the very same buffers, so on
-the same kind of pages, with as many threads. SDPA has contiguous memory, and in decode the group of query heads
-as query rows (its fast way); in prefill the faster of its two ways, `enable_gqa` or K and V repeated beforehand.
-With `--cpu` everything runs on one thread, and times are that thread's CPU time: other people's work on the
-machine then spoils less.
+process; a time is the least of the calls: on a shared machine absolute times drift, and ratios within a run
+are what counts. Bandwidth counts each byte of K and V once; "read" is a plain read of the very same buffers,
+so on the same kind of pages, with as many threads. SDPA has contiguous memory, and in decode the group of
+query heads as query rows (its fast way); in prefill the faster of its two ways, `enable_gqa` or K and V
+repeated beforehand. With `--cpu` everything runs on one thread, and times are that thread's CPU time: other
+people's work on the machine then spoils less.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ def prefill(dtype, shapes, seconds):
 
 
 def shared(dtype, seconds, sequences=8, context=8192, part=0.9):
-    """Sequences that have nine tenths of their context in common, beside as many that have nothing in common."""
+    """Sequences with nine tenths of their context in common, beside as many with nothing in common."""
     together = Step(sequences, context, 1, dtype, shared=int(part * context))
     apart = Step(sequences, context, 1, dtype)
     ours, without = in_turn(together.attend, apart.attend, seconds=seconds)
     yield {
-        "kind": "shared", "dtype": dtype, "shape": f"{sequences} x {context}, {part:.0%} shared", "ms": ours[0] * 1e3,
-        "apart ms": without[0] * 1e3, "speed-up": without[0] / ours[0],
+        "kind": "shared", "dtype": dtype, "shape": f"{sequences} x {context}, {part:.0%} shared",
+        "ms": ours[0] * 1e3, "apart ms": without[0] * 1e3, "speed-up": without[0] / ours[0],
         "speed-up of medians": without[1] / ours[1],
     }  # fmt: skip
 
