@@ -197,7 +197,7 @@ impl Shared {
     }
 
     /// Move what counts to the end of the log, in its order.
-    fn compact(&self) {
+    pub(super) fn compact(&self) {
         let stop = self.log.tail();
         let mut position = self.log.head();
         while position < stop {
