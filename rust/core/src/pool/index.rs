@@ -34,7 +34,7 @@ pub(super) struct Index {
 }
 
 /// Where a key belongs in the index.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Hash(pub(super) u64);
 
 impl Index {
@@ -50,6 +50,13 @@ impl Index {
         let [first, second, ..] = key.words();
         let product = u128::from(first ^ self.seed) * u128::from(second | 1);
         Hash(product as u64 ^ (product >> 64) as u64)
+    }
+
+    /// Read the bucket where the hash belongs, so that it is at hand.
+    pub(super) fn touch(&self, hash: Hash) {
+        if let Some(bucket) = self.buckets_from(hash).next() {
+            std::hint::black_box(bucket.passed.load(Ordering::Relaxed));
+        }
     }
 
     /// The first block under this hash that the caller says is the one.
@@ -110,6 +117,11 @@ impl Index {
     fn buckets_from(&self, hash: Hash) -> impl Iterator<Item = &Bucket> {
         let home = ((hash.0 & u64::from(u32::MAX)) * self.buckets.len() as u64 >> 32) as usize;
         self.buckets[home..].iter().chain(&self.buckets[..home])
+    }
+
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.buckets)
     }
 
     /// Entries, for the audit.

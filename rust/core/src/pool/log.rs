@@ -173,6 +173,11 @@ impl Log {
         }
     }
 
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.entries) + size_of_val(&*self.places)
+    }
+
     /// Whether a block has an entry, and it counts.
     pub(super) fn has(&self, block: BlockId) -> bool {
         let place = self.place(block);

@@ -259,6 +259,16 @@ impl Shared {
         self.quarantined.load(Ordering::Relaxed).max(0) as usize
     }
 
+    #[cfg(feature = "internals")]
+    pub(crate) fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + size_of_val(&*self.words)
+            + self.blank.bytes()
+            + self.log.bytes()
+            + self.index.bytes()
+            + self.contents.bytes()
+    }
+
     /// Whether anybody besides one user refers to a block or holds it.
     pub(crate) fn is_shared(&self, block: BlockId) -> bool {
         self.words[block.index()].load().is_shared()

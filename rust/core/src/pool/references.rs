@@ -65,6 +65,15 @@ impl Shared {
         self.counters.allocations.add(n);
     }
 
+    #[cfg(feature = "internals")]
+    pub(crate) fn cycle_ids(&self, n: usize, ids: &mut Vec<BlockId>) {
+        assert!(self.reserve(n));
+        self.blank.take(n, ids);
+        let mut blank = Giving::new(&self.blank);
+        ids.drain(..).for_each(|block| blank.add(block));
+        self.give_free(blank.finish());
+    }
+
     /// Give back one reference for each mention of a block, in one release: the deepest block comes first in
     /// the order of eviction. Null blocks are passed over.
     pub(crate) fn drop_references(&self, blocks: &[BlockId]) {
