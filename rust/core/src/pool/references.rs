@@ -146,7 +146,9 @@ impl Shared {
                 Left::InUse | Left::Quarantined | Left::Idle => {}
             }
         }
-        self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        if !leaving.is_empty() {
+            self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        }
         self.finish(blank, &dropped);
         missing
     }
