@@ -2,17 +2,29 @@
 //!
 //! Every slot holds a hash of the history that its K and V were computed from: context and tokens up to
 //! there, as a step found them in the memory. So whatever reads a slot can tell whose it is. A plan is
-//! executed between its making and its commit, in order within a batch, in any order among batches.
+//! executed between its making and its commit, in order within a batch, in any order among batches. On the
+//! side somebody lends blocks, shares those of sequences, and keeps tables of his own.
+//!
+//! A world may have the pool to itself, and then every count is checked at every step; or several, each of a
+//! thread, share a pool and its memory.
 
+mod memory;
 mod shadow;
+mod side;
 
 use std::{collections::VecDeque, sync::Arc};
 
 use kvfolio::{
-    Batch, BlockPool, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence, TokenCaps,
-    UNKNOWN_TOKEN,
+    Batch, BlockPool, Context, Error, Extra, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence,
+    TokenCaps, UNKNOWN_TOKEN,
 };
 use proptest::prelude::*;
+
+pub(crate) use self::memory::Memory;
+use self::{
+    memory::{Picture, cut_pictures, follow, history, sampled},
+    side::{Side, SideOp},
+};
 
 pub(crate) const MOST_TOKENS: usize = 26;
 const ROWS: usize = 4;
@@ -23,6 +35,7 @@ pub(crate) enum Op {
     Admit { batch: usize, length: usize, bits: u32, kind: usize },
     Readmit { pick: usize, batch: usize },
     Extend { pick: usize, length: usize, bits: u32 },
+    Grow { batch: usize, skip: usize, bits: u32 },
     Unknown { pick: usize, length: usize },
     Resolve { pick: usize, length: usize },
     Plan { batch: usize, budget: usize, partial: bool, cap: usize, skip: usize },
@@ -37,7 +50,7 @@ pub(crate) enum Op {
     Free { pick: usize },
     Discard { pick: usize, before: usize },
     Reorder { batch: usize, parent: usize, row: usize },
-    Scribble { blocks: usize },
+    Side(SideOp),
     Reset,
 }
 
@@ -63,7 +76,8 @@ pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
         2 => n.clone().prop_map(|pick| Op::Free { pick }),
         1 => (n.clone(), 0..26_usize).prop_map(|(pick, before)| Op::Discard { pick, before }),
         1 => (n.clone(), n.clone(), n.clone()).prop_map(|(batch, parent, row)| Op::Reorder { batch, parent, row }),
-        2 => (1..12_usize).prop_map(|blocks| Op::Scribble { blocks }),
+        2 => (n.clone(), n.clone(), bits).prop_map(|(batch, skip, bits)| Op::Grow { batch, skip, bits }),
+        8 => side::ops().prop_map(Op::Side),
         1 => Just(Op::Reset),
     ];
     prop::collection::vec(op, 1..most)
@@ -71,11 +85,14 @@ pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
 
 pub(crate) struct World {
     pub(crate) pool: BlockPool,
+    memory: Arc<Memory>,
+    /// Nobody else is at work on the pool.
+    alone: bool,
     pub(crate) runs: Vec<Run>,
     pub(crate) lives: Vec<Live>,
     /// Plans that have ended and whose tokens may still come.
     ended: Vec<Flight>,
-    memory: Vec<u64>,
+    sides: Vec<Side>,
     next_id: usize,
 }
 
@@ -90,6 +107,7 @@ pub(crate) struct Live {
     pub(crate) sequence: Sequence,
     place: Option<(usize, usize)>,
     tenant: u64,
+    pictures: Vec<Picture>,
 }
 
 pub(crate) struct Flight {
@@ -103,6 +121,7 @@ pub(crate) struct Flight {
 pub(crate) struct FlightRow {
     pub(crate) id: usize,
     tenant: u64,
+    pictures: Vec<Picture>,
     /// What its slots are to hold, up to where the step stops.
     history: Vec<u64>,
     start: usize,
@@ -117,32 +136,50 @@ pub(crate) struct FlightRow {
     told: bool,
 }
 
-/// What a slot holds whose token follows on `previous`.
-fn follow(previous: u64, token: i32) -> u64 {
-    let token = if token == UNKNOWN_TOKEN { sampled(previous) } else { token };
-    (previous ^ (token as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_add(1)
-}
-
-/// The token that the model gives after a history.
-fn sampled(previous: u64) -> i32 {
-    i32::from(previous.count_ones().is_multiple_of(2))
-}
-
 fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
     (0..length).map(|index| (bits >> (index / 3)) as i32 & 1).collect()
 }
 
 impl World {
+    /// One with a pool to itself.
     pub(crate) fn new(num_blocks: usize, block_size: usize, num_batches: usize) -> Self {
         let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
+        let memory = Arc::new(Memory::new(&pool));
+        Self { alone: true, ..Self::beside_others(&pool, &memory, num_batches, 0) }
+    }
+
+    /// One of several on a pool; each has a number.
+    pub(crate) fn beside_others(
+        pool: &BlockPool,
+        memory: &Arc<Memory>,
+        num_batches: usize,
+        number: usize,
+    ) -> Self {
         let run = |_| Run {
-            batch: Batch::new(&pool, ROWS, MOST_TOKENS).unwrap(),
+            batch: Batch::new(pool, ROWS, MOST_TOKENS).unwrap(),
             flights: VecDeque::new(),
-            mirror: vec![vec![0; MOST_TOKENS.div_ceil(block_size)]; ROWS],
+            mirror: vec![vec![0; MOST_TOKENS.div_ceil(pool.block_size())]; ROWS],
         };
-        let runs = (0..num_batches).map(run).collect();
-        let memory = vec![0; pool.num_physical_blocks() * block_size];
-        Self { pool, runs, lives: Vec::new(), ended: Vec::new(), memory, next_id: 0 }
+        Self {
+            pool: pool.clone(),
+            memory: Arc::clone(memory),
+            alone: false,
+            runs: (0..num_batches).map(run).collect(),
+            lives: Vec::new(),
+            ended: Vec::new(),
+            sides: Vec::new(),
+            next_id: number << 32,
+        }
+    }
+
+    /// Everything is given back.
+    pub(crate) fn end(mut self) {
+        self.sides.drain(..).for_each(|side| side.give_back(&self.pool));
+    }
+
+    fn next_id(&mut self) -> usize {
+        self.next_id += 1;
+        self.next_id
     }
 
     fn live(&self, pick: usize) -> Option<usize> {
@@ -159,7 +196,7 @@ impl World {
                 | Error::BatchFull { .. }
                 | Error::Argument(_),
             ) => {
-                assert_eq!(self.counts(), before, "a refused call changed the pool");
+                assert!(!self.alone || self.counts() == before, "a refused call changed the pool");
                 None
             }
             Err(error) => panic!("{error}"),
@@ -177,12 +214,13 @@ impl World {
         match *op {
             Op::Admit { batch, length, bits, kind } => {
                 let tenant = u64::from(kind == 7);
-                let mut context = Context::default();
+                let pictures: Vec<_> = Picture::behind(0, bits).into_iter().collect();
+                let mut context = Context::default().with_extras(extras(&pictures));
                 context.tenant = tenant.to_string();
                 let tokens = bit_tokens(length, bits);
                 let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
-                self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
-                self.next_id += 1;
+                let id = self.next_id();
+                self.lives.push(Live { id, sequence, place: None, tenant, pictures });
                 self.admit(self.lives.len() - 1, batch % num_batches);
             }
             Op::Readmit { pick, batch } => {
@@ -193,9 +231,23 @@ impl World {
             Op::Extend { pick, length, bits } => {
                 if let Some(index) = self.live(pick) {
                     let tokens = bit_tokens(length, bits);
-                    let new = NewTokens::Known(&tokens, &[]);
-                    self.attempt(self.lives[index].sequence.extend(new), before);
+                    let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
+                    let pictures: Vec<_> = Picture::behind(num_tokens, bits).into_iter().collect();
+                    let new = NewTokens::Known(&tokens, &extras(&pictures));
+                    if self.attempt(self.lives[index].sequence.extend(new), before).is_some() {
+                        self.lives[index].pictures.extend(pictures);
+                    }
                 }
+            }
+            Op::Grow { batch, skip, bits } => {
+                let batch = &self.runs[batch % num_batches].batch;
+                let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skip % 6).collect();
+                let grown = if bits.is_multiple_of(2) {
+                    batch.extend_unknown(&rows)
+                } else {
+                    batch.extend(&rows, &bit_tokens(rows.len() * 3, bits)[..rows.len()])
+                };
+                self.attempt(grown, before);
             }
             Op::Unknown { pick, length } => {
                 if let Some(index) = self.live(pick) {
@@ -222,6 +274,7 @@ impl World {
                 if let Some(index) = self.live(pick) {
                     let result = self.lives[index].sequence.truncate(keep);
                     if self.attempt(result, before).is_some() {
+                        cut_pictures(&mut self.lives[index].pictures, keep);
                         self.note_cut(self.lives[index].id, keep);
                     }
                 }
@@ -230,9 +283,9 @@ impl World {
                 if let Some(index) = self.live(pick) {
                     let parent = &self.lives[index];
                     if let Some(sequence) = self.attempt(parent.sequence.fork(), before) {
-                        let tenant = parent.tenant;
-                        self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
-                        self.next_id += 1;
+                        let (tenant, pictures) = (parent.tenant, parent.pictures.clone());
+                        let id = self.next_id();
+                        self.lives.push(Live { id, sequence, place: None, tenant, pictures });
                     }
                 }
             }
@@ -252,22 +305,15 @@ impl World {
                 }
             }
             Op::Reorder { batch, parent, row } => self.reorder(batch % num_batches, parent, row),
-            Op::Scribble { blocks } => {
-                if let Some(blocks) = self.attempt(self.pool.allocate(blocks), before) {
-                    let size = self.pool.block_size();
-                    for block in &blocks {
-                        self.memory[block.as_i32() as usize * size..][..size].fill(13);
-                    }
-                    self.pool.release(&blocks).unwrap();
-                }
-            }
+            Op::Side(ref op) => self.side(op),
             Op::Reset => {
                 self.pool.reset_prefix_cache();
             }
         }
-        let [blank, idle, referenced, quarantined] = self.counts();
-        assert_eq!(blank + idle + referenced + quarantined, self.pool.num_blocks());
-        self.pool.audit().unwrap();
+        if self.alone {
+            assert_eq!(self.counts().iter().sum::<usize>(), self.pool.num_blocks());
+            self.pool.audit().unwrap();
+        }
         self.check_memory();
     }
 
@@ -299,6 +345,7 @@ impl World {
             let at = |row| self.lives.iter().position(|live| live.place == Some((run, row))).unwrap();
             let (parent, child) = (at(parent), at(row));
             self.lives[child].tenant = self.lives[parent].tenant;
+            self.lives[child].pictures = self.lives[parent].pictures.clone();
             self.flight_rows(self.lives[child].id).for_each(|row| row.open = false);
         }
     }
@@ -307,24 +354,26 @@ impl World {
         let Some(index) = self.live(pick) else { return };
         let live = &self.lives[index];
         let tokens = live.sequence.token_ids().unwrap();
-        let history = history(live.tenant, &tokens);
+        let history = history(live.tenant, &live.pictures, &tokens);
         let unknown = tokens.iter().enumerate().filter(|(_, token)| **token == UNKNOWN_TOKEN);
-        let told = unknown.map(|(position, _)| sampled(before(live.tenant, &history, position)));
+        let told = unknown.map(|(position, _)| sampled(memory::before(live.tenant, &history, position)));
         live.sequence.resolve(&told.take(length).collect::<Vec<_>>()).unwrap();
     }
 
     fn plan(&mut self, run: usize, budget: usize, partial: bool, cap: usize, skip: usize) {
         let rows = self.runs[run].batch.rows().unwrap();
         let rows: Vec<_> = rows.into_iter().filter(|row| *row != skip).collect();
-        let request = PlanRequest {
-            max_tokens: (budget > 0).then_some(budget),
-            partial,
-            rows: Some(&rows),
-            num_tokens: if cap == 0 { TokenCaps::None } else { TokenCaps::Same(cap) },
+        let caps: Vec<_> = rows.iter().map(|row| (row + cap) % 5).collect();
+        let num_tokens = match cap {
+            0 | 1 => TokenCaps::None,
+            2 | 3 => TokenCaps::Each(&caps),
+            _ => TokenCaps::Same(cap - 3),
         };
+        let max_tokens = (budget > 0).then_some(budget);
+        let request = PlanRequest { max_tokens, partial, rows: Some(&rows), num_tokens };
         let missing = self.runs[run].batch.shortfall(&request).unwrap();
         let result = self.runs[run].batch.plan(&request);
-        assert!(partial || result.is_ok() == (missing == 0), "shortfall {missing}");
+        assert!(!self.alone || partial || result.is_ok() == (missing == 0), "shortfall {missing}");
         let Some(plan) = self.attempt(result, self.counts()) else { return };
         let arrays = Arc::clone(plan.arrays());
         let rows = (0..arrays.rows().len()).map(|index| self.flight_row(run, &arrays, index)).collect();
@@ -353,10 +402,11 @@ impl World {
         let live = self.lives.iter().find(|live| live.place == Some((run, row))).unwrap();
         let stop = arrays.seq_lens()[index] as usize;
         let first = arrays.query_start_loc()[index] as usize;
-        let history = history(live.tenant, &live.sequence.token_ids().unwrap()[..stop]);
+        let history = history(live.tenant, &live.pictures, &live.sequence.token_ids().unwrap()[..stop]);
         FlightRow {
             id: live.id,
             tenant: live.tenant,
+            pictures: live.pictures.clone(),
             history,
             start: arrays.positions()[first] as usize,
             stop,
@@ -369,15 +419,6 @@ impl World {
     }
 }
 
-/// What the slots of these tokens are to hold.
-fn history(tenant: u64, tokens: &[i32]) -> Vec<u64> {
-    let next = |previous: &mut u64, token: &i32| {
-        *previous = follow(*previous, *token);
-        Some(*previous)
-    };
-    tokens.iter().scan(tenant, next).collect()
-}
-
-fn before(tenant: u64, history: &[u64], position: usize) -> u64 {
-    if position == 0 { tenant } else { history[position - 1] }
+fn extras(pictures: &[Picture]) -> Vec<Extra> {
+    pictures.iter().map(Picture::extra).collect()
 }

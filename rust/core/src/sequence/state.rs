@@ -283,10 +283,12 @@ impl SequenceState {
 
     /// Undo `hold_found`, as if it had never been.
     pub(crate) fn unhold_found(&mut self, num_blocks: usize) {
-        let blocks = self.table.take_off_found(num_blocks);
-        self.shared().unhold_prefix(&blocks);
-        self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
-        self.note_found();
+        if num_blocks > 0 {
+            let blocks = self.table.take_off_found(num_blocks);
+            self.shared().unhold_prefix(&blocks);
+            self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
+            self.note_found();
+        }
     }
 
     /// Give back what `hold_found` found, as a release of now.
