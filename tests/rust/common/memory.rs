@@ -71,7 +71,9 @@ impl Picture {
 /// The sequence keeps its first `n` tokens.
 pub(super) fn cut_pictures(pictures: &mut Vec<Picture>, n: usize) {
     pictures.retain(|picture| picture.start < n);
-    pictures.iter_mut().for_each(|picture| picture.stop = picture.stop.min(n));
+    for picture in pictures {
+        picture.stop = picture.stop.min(n);
+    }
 }
 
 /// What stands before the first token.

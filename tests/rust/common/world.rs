@@ -213,42 +213,15 @@ impl World {
         let num_batches = self.runs.len();
         match *op {
             Op::Admit { batch, length, bits, kind } => {
-                let tenant = u64::from(kind == 7);
-                let pictures: Vec<_> = Picture::behind(0, bits).into_iter().collect();
-                let mut context = Context::default().with_extras(extras(&pictures));
-                context.tenant = tenant.to_string();
-                let tokens = bit_tokens(length, bits);
-                let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
-                let id = self.next_id();
-                self.lives.push(Live { id, sequence, place: None, tenant, pictures });
-                self.admit(self.lives.len() - 1, batch % num_batches);
+                self.admit_new(batch % num_batches, length, bits, kind);
             }
             Op::Readmit { pick, batch } => {
                 if let Some(index) = self.live(pick).filter(|index| self.lives[*index].place.is_none()) {
                     self.admit(index, batch % num_batches);
                 }
             }
-            Op::Extend { pick, length, bits } => {
-                if let Some(index) = self.live(pick) {
-                    let tokens = bit_tokens(length, bits);
-                    let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
-                    let pictures: Vec<_> = Picture::behind(num_tokens, bits).into_iter().collect();
-                    let new = NewTokens::Known(&tokens, &extras(&pictures));
-                    if self.attempt(self.lives[index].sequence.extend(new), before).is_some() {
-                        self.lives[index].pictures.extend(pictures);
-                    }
-                }
-            }
-            Op::Grow { batch, skip, bits } => {
-                let batch = &self.runs[batch % num_batches].batch;
-                let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skip % 6).collect();
-                let grown = if bits.is_multiple_of(2) {
-                    batch.extend_unknown(&rows)
-                } else {
-                    batch.extend(&rows, &bit_tokens(rows.len() * 3, bits)[..rows.len()])
-                };
-                self.attempt(grown, before);
-            }
+            Op::Extend { pick, length, bits } => self.extend(pick, length, bits),
+            Op::Grow { batch, skip, bits } => self.grow(batch % num_batches, skip, bits),
             Op::Unknown { pick, length } => {
                 if let Some(index) = self.live(pick) {
                     self.attempt(self.lives[index].sequence.extend(NewTokens::Unknown(length)), before);
@@ -317,6 +290,42 @@ impl World {
         self.check_memory();
     }
 
+    fn admit_new(&mut self, run: usize, length: usize, bits: u32, kind: usize) {
+        let tenant = u64::from(kind == 7);
+        let pictures: Vec<_> = Picture::behind(0, bits).into_iter().collect();
+        let mut context = Context::default().with_extras(extras(&pictures));
+        context.tenant = tenant.to_string();
+        let tokens = bit_tokens(length, bits);
+        let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
+        let id = self.next_id();
+        self.lives.push(Live { id, sequence, place: None, tenant, pictures });
+        self.admit(self.lives.len() - 1, run);
+    }
+
+    fn extend(&mut self, pick: usize, length: usize, bits: u32) {
+        let Some(index) = self.live(pick) else { return };
+        let tokens = bit_tokens(length, bits);
+        let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
+        let pictures: Vec<_> = Picture::behind(num_tokens, bits).into_iter().collect();
+        let new = NewTokens::Known(&tokens, &extras(&pictures));
+        if self.attempt(self.lives[index].sequence.extend(new), self.counts()).is_some() {
+            self.lives[index].pictures.extend(pictures);
+        }
+    }
+
+    /// One token for each row but one.
+    fn grow(&mut self, run: usize, skip: usize, bits: u32) {
+        let batch = &self.runs[run].batch;
+        let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skip % 6).collect();
+        let before = self.counts();
+        let grown = if bits.is_multiple_of(2) {
+            batch.extend_unknown(&rows)
+        } else {
+            batch.extend(&rows, &bit_tokens(rows.len(), bits))
+        };
+        self.attempt(grown, before);
+    }
+
     fn admit(&mut self, index: usize, run: usize) {
         let result = self.runs[run].batch.add(&self.lives[index].sequence);
         if let Some(row) = self.attempt(result, self.counts()) {
@@ -345,7 +354,8 @@ impl World {
             let at = |row| self.lives.iter().position(|live| live.place == Some((run, row))).unwrap();
             let (parent, child) = (at(parent), at(row));
             self.lives[child].tenant = self.lives[parent].tenant;
-            self.lives[child].pictures = self.lives[parent].pictures.clone();
+            let pictures = self.lives[parent].pictures.clone();
+            self.lives[child].pictures = pictures;
             self.flight_rows(self.lives[child].id).for_each(|row| row.open = false);
         }
     }
