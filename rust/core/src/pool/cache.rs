@@ -182,7 +182,10 @@ impl Shared {
             return Opening::Open;
         }
         let mut cache = self.lock_cache();
-        if !word.load().is_published() {
+        let now = word.load();
+        if now.is_shared() {
+            Opening::Shared // a hit came between, and perhaps a reset behind it
+        } else if !now.is_published() {
             Opening::Open // a reset came between
         } else if word.clear_published_if_sole() {
             cache.index.remove(block);
