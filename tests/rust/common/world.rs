@@ -213,6 +213,7 @@ impl World {
         let num_batches = self.runs.len();
         match *op {
             Op::Admit { batch, length, bits, kind } => {
+                self.make_room(bits);
                 self.admit_new(batch % num_batches, length, bits, kind);
             }
             Op::Readmit { pick, batch } => {
@@ -243,35 +244,10 @@ impl World {
                 }
             }
             Op::Sample { pick } => self.sample(pick),
-            Op::Truncate { pick, keep } => {
-                if let Some(index) = self.live(pick) {
-                    let result = self.lives[index].sequence.truncate(keep);
-                    if self.attempt(result, before).is_some() {
-                        cut_pictures(&mut self.lives[index].pictures, keep);
-                        self.note_cut(self.lives[index].id, keep);
-                    }
-                }
-            }
-            Op::Fork { pick } => {
-                if let Some(index) = self.live(pick) {
-                    let parent = &self.lives[index];
-                    if let Some(sequence) = self.attempt(parent.sequence.fork(), before) {
-                        let (tenant, pictures) = (parent.tenant, parent.pictures.clone());
-                        let id = self.next_id();
-                        self.lives.push(Live { id, sequence, place: None, tenant, pictures });
-                    }
-                }
-            }
+            Op::Truncate { pick, keep } => self.truncate(pick, keep),
+            Op::Fork { pick } => self.fork(pick),
             Op::Remove { pick, preempt } => self.remove(pick, preempt),
-            Op::Free { pick } => {
-                if let Some(index) = self.live(pick) {
-                    let live = self.lives.swap_remove(index);
-                    live.sequence.free().unwrap();
-                    for row in self.flight_rows(live.id) {
-                        (row.counts, row.open) = (false, false);
-                    }
-                }
-            }
+            Op::Free { pick } => self.free(pick),
             Op::Discard { pick, before: position } => {
                 if let Some(index) = self.live(pick) {
                     self.attempt(self.lives[index].sequence.discard_before(position), before);
@@ -290,6 +266,50 @@ impl World {
         self.check_memory();
     }
 
+    /// Few enough sequences that each is often picked.
+    fn make_room(&mut self, bits: u32) {
+        if self.lives.len() >= (ROWS + 1) * self.runs.len() {
+            self.free(bits as usize);
+        }
+    }
+
+    fn free(&mut self, pick: usize) {
+        if let Some(index) = self.live(pick) {
+            let live = self.lives.swap_remove(index);
+            live.sequence.free().unwrap();
+            for row in self.flight_rows(live.id) {
+                (row.counts, row.open) = (false, false);
+            }
+        }
+    }
+
+    fn fork(&mut self, pick: usize) {
+        self.make_room(pick as u32 / 2);
+        let Some(index) = self.live(pick) else { return };
+        let parent = &self.lives[index];
+        if let Some(sequence) = self.attempt(parent.sequence.fork(), self.counts()) {
+            let (tenant, pictures) = (parent.tenant, parent.pictures.clone());
+            let id = self.next_id();
+            self.lives.push(Live { id, sequence, place: None, tenant, pictures });
+        }
+    }
+
+    /// Keep all but a few tokens, or a part of them, or try to keep more.
+    fn truncate(&mut self, pick: usize, parts: usize) {
+        let Some(index) = self.live(pick) else { return };
+        let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
+        let keep = match parts {
+            0..13 => num_tokens.saturating_sub(parts % 6), // few, as drafts and stop strings do
+            13..25 => num_tokens * (parts - 13) / 12,
+            _ => num_tokens + 1,
+        };
+        let result = self.lives[index].sequence.truncate(keep);
+        if self.attempt(result, self.counts()).is_some() {
+            cut_pictures(&mut self.lives[index].pictures, keep);
+            self.note_cut(self.lives[index].id, keep);
+        }
+    }
+
     fn admit_new(&mut self, run: usize, length: usize, bits: u32, kind: usize) {
         let tenant = u64::from(kind == 7);
         let pictures: Vec<_> = Picture::behind(0, bits).into_iter().collect();
@@ -299,7 +319,10 @@ impl World {
         let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
         let id = self.next_id();
         self.lives.push(Live { id, sequence, place: None, tenant, pictures });
-        self.admit(self.lives.len() - 1, run);
+        let index = self.lives.len() - 1;
+        self.admit(index, run);
+        let cached = self.lives[index].sequence.num_cached().unwrap();
+        assert!(cached < length, "all {length} tokens were found: none is left to compute");
     }
 
     fn extend(&mut self, pick: usize, length: usize, bits: u32) {
