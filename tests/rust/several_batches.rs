@@ -43,11 +43,12 @@ impl Drop for Seed {
     }
 }
 
-fn random_ops(seed: u64, stream: u64, most: usize) -> Vec<Op> {
+fn random_ops(seed: u64, stream: u64) -> Vec<Op> {
     let bytes: Vec<u8> = [seed, stream, 0, 0].iter().flat_map(|number| number.to_le_bytes()).collect();
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    ops(most).new_tree(&mut runner).unwrap().current()
+    let mut some = || ops(200).new_tree(&mut runner).unwrap().current();
+    (0..6).flat_map(|_| some()).collect()
 }
 
 #[test]
@@ -56,7 +57,7 @@ fn several_batches_read_back_their_own_history() {
         let _told = Seed(seed);
         let (block_size, num_batches) = (1 + seed as usize % 5, 2 + seed as usize % 2);
         let mut world = World::new(10 + seed as usize % 37, block_size, num_batches);
-        for op in random_ops(seed, 0, 700) {
+        for op in random_ops(seed, 0) {
             world.apply(&op);
         }
         let pool = world.pool.clone();
@@ -78,7 +79,7 @@ fn threads_on_one_pool_read_back_their_own_history() {
             for number in 0..THREADS {
                 let (pool, memory, start) = (&pool, &memory, &start);
                 scope.spawn(move || {
-                    let ops = random_ops(seed, 1 + number as u64, 700);
+                    let ops = random_ops(seed, 1 + number as u64);
                     let mut world = World::beside_others(pool, memory, 1 + number % 3, number);
                     start.wait();
                     for op in &ops {

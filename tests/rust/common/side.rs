@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::{Memory, World, history};
 
 /// More than these are not kept.
-const MOST: usize = 5;
+const MOST: usize = 3;
 
 #[derive(Clone, Debug)]
 pub(crate) enum SideOp {
@@ -48,7 +48,7 @@ pub(crate) enum SideOp {
 pub(super) fn ops() -> impl Strategy<Value = SideOp> {
     let n = 0..64_usize;
     prop_oneof![
-        3 => (1..9_usize).prop_map(|blocks| SideOp::Allocate { blocks }),
+        3 => (1..5_usize).prop_map(|blocks| SideOp::Allocate { blocks }),
         3 => n.clone().prop_map(|pick| SideOp::Share { pick }),
         2 => n.clone().prop_map(|pick| SideOp::Adopt { pick }),
         3 => (n.clone(), 1..6_usize).prop_map(|(pick, length)| SideOp::Append { pick, length }),

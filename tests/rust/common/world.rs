@@ -29,29 +29,91 @@ use self::{
 pub(crate) const MOST_TOKENS: usize = 26;
 const ROWS: usize = 4;
 const KEPT_PLANS: usize = 6;
+const MOST_IN_FLIGHT: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
-    Admit { batch: usize, length: usize, bits: u32, kind: usize },
-    Readmit { pick: usize, batch: usize },
-    Extend { pick: usize, length: usize, bits: u32 },
-    Grow { batch: usize, skip: usize, bits: u32 },
-    Unknown { pick: usize, length: usize },
-    Resolve { pick: usize, length: usize },
-    Plan { batch: usize, budget: usize, partial: bool, cap: usize, skip: usize },
-    Execute { batch: usize },
-    Commit { batch: usize, bits: u32 },
-    Rollback { batch: usize },
-    Drop { batch: usize, pick: usize },
-    Sample { pick: usize },
-    Truncate { pick: usize, keep: usize },
-    Fork { pick: usize },
-    Remove { pick: usize, preempt: bool },
-    Free { pick: usize },
-    Discard { pick: usize, before: usize },
-    Reorder { batch: usize, parent: usize, row: usize },
+    Admit {
+        batch: usize,
+        length: usize,
+        bits: u32,
+        kind: usize,
+    },
+    Readmit {
+        pick: usize,
+        batch: usize,
+    },
+    Extend {
+        pick: usize,
+        length: usize,
+        bits: u32,
+    },
+    Grow {
+        batch: usize,
+        skip: usize,
+        bits: u32,
+    },
+    Unknown {
+        pick: usize,
+        length: usize,
+    },
+    Resolve {
+        pick: usize,
+        length: usize,
+    },
+    Plan {
+        batch: usize,
+        budget: usize,
+        partial: bool,
+        cap: usize,
+        skip: usize,
+    },
+    Execute {
+        batch: usize,
+    },
+    Commit {
+        batch: usize,
+        bits: u32,
+    },
+    Rollback {
+        batch: usize,
+    },
+    Drop {
+        batch: usize,
+        pick: usize,
+    },
+    Sample {
+        pick: usize,
+    },
+    Truncate {
+        pick: usize,
+        keep: usize,
+        bits: u32,
+    },
+    Fork {
+        pick: usize,
+    },
+    Remove {
+        pick: usize,
+        preempt: bool,
+    },
+    Free {
+        pick: usize,
+    },
+    Discard {
+        pick: usize,
+        before: usize,
+    },
+    Reorder {
+        batch: usize,
+        parent: usize,
+        row: usize,
+    },
     Side(SideOp),
-    Reset,
+    /// Rare: nothing that began before is published any more.
+    Reset {
+        luck: usize,
+    },
 }
 
 pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
@@ -60,17 +122,17 @@ pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
     let plan = (n.clone(), 0..24_usize, any::<bool>(), 0..12_usize, 0..8_usize);
     let op = prop_oneof![
         6 => admit.prop_map(|(batch, length, bits, kind)| Op::Admit { batch, length, bits, kind }),
-        2 => (n.clone(), n.clone()).prop_map(|(pick, batch)| Op::Readmit { pick, batch }),
+        6 => (n.clone(), n.clone()).prop_map(|(pick, batch)| Op::Readmit { pick, batch }),
         4 => (n.clone(), 1..5_usize, bits).prop_map(|(pick, length, bits)| Op::Extend { pick, length, bits }),
-        3 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Unknown { pick, length }),
-        2 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Resolve { pick, length }),
+        1 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Unknown { pick, length }),
+        4 => (n.clone(), 1..6_usize).prop_map(|(pick, length)| Op::Resolve { pick, length }),
         12 => plan.prop_map(|(batch, budget, partial, cap, skip)| Op::Plan { batch, budget, partial, cap, skip }),
         4 => n.clone().prop_map(|batch| Op::Execute { batch }),
         8 => (n.clone(), bits).prop_map(|(batch, bits)| Op::Commit { batch, bits }),
         2 => n.clone().prop_map(|batch| Op::Rollback { batch }),
         1 => (n.clone(), n.clone()).prop_map(|(batch, pick)| Op::Drop { batch, pick }),
-        5 => n.clone().prop_map(|pick| Op::Sample { pick }),
-        3 => (n.clone(), 0..26_usize).prop_map(|(pick, keep)| Op::Truncate { pick, keep }),
+        8 => n.clone().prop_map(|pick| Op::Sample { pick }),
+        8 => (n.clone(), 0..26_usize, bits).prop_map(|(pick, keep, bits)| Op::Truncate { pick, keep, bits }),
         3 => n.clone().prop_map(|pick| Op::Fork { pick }),
         3 => (n.clone(), any::<bool>()).prop_map(|(pick, preempt)| Op::Remove { pick, preempt }),
         2 => n.clone().prop_map(|pick| Op::Free { pick }),
@@ -78,9 +140,9 @@ pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
         1 => (n.clone(), n.clone(), n.clone()).prop_map(|(batch, parent, row)| Op::Reorder { batch, parent, row }),
         2 => (n.clone(), n.clone(), bits).prop_map(|(batch, skip, bits)| Op::Grow { batch, skip, bits }),
         8 => side::ops().prop_map(Op::Side),
-        1 => Just(Op::Reset),
+        1 => (0..8_usize).prop_map(|luck| Op::Reset { luck }),
     ];
-    prop::collection::vec(op, 1..most)
+    prop::collection::vec(op, 1..=most)
 }
 
 pub(crate) struct World {
@@ -244,7 +306,7 @@ impl World {
                 }
             }
             Op::Sample { pick } => self.sample(pick),
-            Op::Truncate { pick, keep } => self.truncate(pick, keep),
+            Op::Truncate { pick, keep, bits } => self.truncate(pick, keep, bits),
             Op::Fork { pick } => self.fork(pick),
             Op::Remove { pick, preempt } => self.remove(pick, preempt),
             Op::Free { pick } => self.free(pick),
@@ -255,8 +317,10 @@ impl World {
             }
             Op::Reorder { batch, parent, row } => self.reorder(batch % num_batches, parent, row),
             Op::Side(ref op) => self.side(op),
-            Op::Reset => {
-                self.pool.reset_prefix_cache();
+            Op::Reset { luck } => {
+                if luck == 0 {
+                    self.pool.reset_prefix_cache();
+                }
             }
         }
         if self.alone {
@@ -294,9 +358,12 @@ impl World {
         }
     }
 
-    /// Keep all but a few tokens, or a part of them, or try to keep more.
-    fn truncate(&mut self, pick: usize, parts: usize) {
+    /// Keep all but a few tokens, or a part of them, or try to keep more; and perhaps go on otherwise.
+    fn truncate(&mut self, pick: usize, parts: usize, bits: u32) {
         let Some(index) = self.live(pick) else { return };
+        if let Some((run, _)) = self.lives[index].place.filter(|_| !bits.is_multiple_of(4)) {
+            self.drain(run);
+        }
         let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
         let keep = match parts {
             0..13 => num_tokens.saturating_sub(parts % 6), // few, as drafts and stop strings do
@@ -307,6 +374,16 @@ impl World {
         if self.attempt(result, self.counts()).is_some() {
             cut_pictures(&mut self.lives[index].pictures, keep);
             self.note_cut(self.lives[index].id, keep);
+            if bits.is_multiple_of(2) {
+                self.extend(index, 1 + parts % 3, bits);
+            }
+        }
+    }
+
+    /// Commit all that is in flight.
+    fn drain(&mut self, run: usize) {
+        while !self.runs[run].flights.is_empty() {
+            self.commit(run, 0);
         }
     }
 
@@ -341,7 +418,7 @@ impl World {
         let batch = &self.runs[run].batch;
         let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skip % 6).collect();
         let before = self.counts();
-        let grown = if bits.is_multiple_of(2) {
+        let grown = if bits.is_multiple_of(3) {
             batch.extend_unknown(&rows)
         } else {
             batch.extend(&rows, &bit_tokens(rows.len(), bits))
@@ -394,6 +471,9 @@ impl World {
     }
 
     fn plan(&mut self, run: usize, budget: usize, partial: bool, cap: usize, skip: usize) {
+        if self.runs[run].flights.len() == MOST_IN_FLIGHT {
+            self.commit(run, 0);
+        }
         let rows = self.runs[run].batch.rows().unwrap();
         let rows: Vec<_> = rows.into_iter().filter(|row| *row != skip).collect();
         let caps: Vec<_> = rows.iter().map(|row| (row + cap) % 5).collect();
