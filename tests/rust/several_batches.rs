@@ -72,7 +72,7 @@ fn threads_on_one_pool_read_back_their_own_history() {
     for seed in seeds(25) {
         let _told = Seed(seed);
         let block_size = 1 + seed as usize % 5;
-        let pool = BlockPool::new(THREADS * (6 + seed as usize % 23), block_size, true).unwrap();
+        let pool = BlockPool::new(THREADS * (3 + seed as usize % 13), block_size, true).unwrap();
         let memory = Arc::new(Memory::new(&pool));
         let start = Barrier::new(THREADS);
         thread::scope(|scope| {

@@ -196,6 +196,8 @@ pub(crate) struct FlightRow {
     voided: bool,
     /// The token behind it was taken.
     told: bool,
+    /// The sequence does not have these blocks any more.
+    left: bool,
 }
 
 fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
@@ -427,9 +429,16 @@ impl World {
     }
 
     fn admit(&mut self, index: usize, run: usize) {
-        let result = self.runs[run].batch.add(&self.lives[index].sequence);
+        let live = &self.lives[index];
+        let has_blocks = !live.sequence.blocks().unwrap().is_empty();
+        let result = self.runs[run].batch.add(&live.sequence);
         if let Some(row) = self.attempt(result, self.counts()) {
             self.lives[index].place = Some((run, row));
+            let elsewhere = self.runs.iter().enumerate().filter(|(other, _)| *other != run);
+            let mut named = elsewhere.flat_map(|(_, run)| &run.flights).flat_map(|flight| &flight.rows);
+            let id = self.lives[index].id;
+            let named = named.any(|row| row.id == id && !row.left);
+            assert!(!named || !has_blocks, "a plan of another batch that names sequence {id} is in flight");
         }
     }
 
@@ -439,7 +448,7 @@ impl World {
         let batch = &self.runs[run].batch;
         self.lives[index].sequence = if preempt { batch.preempt(row) } else { batch.remove(row) }.unwrap();
         if preempt {
-            self.flight_rows(self.lives[index].id).for_each(|row| row.counts = false);
+            self.flight_rows(self.lives[index].id).for_each(|row| (row.counts, row.left) = (false, true));
         }
     }
 
@@ -456,7 +465,7 @@ impl World {
             self.lives[child].tenant = self.lives[parent].tenant;
             let pictures = self.lives[parent].pictures.clone();
             self.lives[child].pictures = pictures;
-            self.flight_rows(self.lives[child].id).for_each(|row| row.open = false);
+            self.flight_rows(self.lives[child].id).for_each(|row| (row.open, row.left) = (false, true));
         }
     }
 
@@ -528,6 +537,7 @@ impl World {
             open: true,
             voided: false,
             told: false,
+            left: false,
         }
     }
 }

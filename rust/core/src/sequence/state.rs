@@ -170,11 +170,23 @@ impl SequenceState {
 
     // Forks and cuts
 
-    pub(crate) fn fork(&self) -> Result<Self> {
+    pub(crate) fn fork(&mut self) -> Result<Self> {
         self.refuse_in_flight("a sequence in a plan in flight cannot be forked")?;
+        self.hash_known_blocks();
         let serial = self.shared().next_serial();
         let table = self.table.fork(self.table.num_tokens())?;
         Ok(Self { serial, history: self.history.clone(), table, steps: Steps::default() })
+    }
+
+    /// Before forks are made that would each do it for themselves.
+    fn hash_known_blocks(&mut self) {
+        let history = &mut self.history;
+        let shared = self.table.pool().shared();
+        if shared.prefix_cache && (history.read_cache || history.write_cache) {
+            let known = history.unknown.front().copied().unwrap_or(history.tokens.len());
+            let tokens = &history.tokens[..known];
+            history.chain.extend(tokens, &history.extras, shared.block_size, known / shared.block_size);
+        }
     }
 
     /// Go on as another sequence does.
