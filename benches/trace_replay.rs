@@ -65,8 +65,7 @@ fn hits_of_the_pool(requests: &[Request], capacity: usize) -> kvfolio::Result<us
     let batch = Batch::new(&pool, 1, longest * BLOCK_SIZE + 1)?;
     let mut hits = 0;
     for request in requests {
-        let mut tokens: Vec<_> =
-            request.hash_ids.iter().flat_map(|id| [*id as i32; BLOCK_SIZE]).collect();
+        let mut tokens: Vec<_> = request.hash_ids.iter().flat_map(|id| [*id as i32; BLOCK_SIZE]).collect();
         tokens.push(0);
         let sequence = pool.sequence(&tokens, &Context::default(), true, true)?;
         batch.add(&sequence)?;
