@@ -15,6 +15,8 @@ from kvfolio._native import (
     Sequence,
     __version__,
     block_layout,
+    get_num_threads,
+    set_num_threads,
 )
 from kvfolio.errors import (
     BatchFull,
@@ -52,4 +54,6 @@ __all__ = [
     "StaleHandle",
     "__version__",
     "block_layout",
+    "get_num_threads",
+    "set_num_threads",
 ]

@@ -39,7 +39,9 @@ mod _native {
         batch::PyBatch,
         block_layout,
         context::PyContext,
-        kernels::{attend, copy_blocks, write_kv},
+        kernels::{
+            attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads, write_kv,
+        },
         plan::PyPlan,
         pool::PyBlockPool,
         sequence::PySequence,
