@@ -6,6 +6,7 @@ use super::BatchState;
 use crate::{
     error::{Error, Result},
     ids::BlockId,
+    plan::Extent,
 };
 
 /// The most tokens that a row takes.
@@ -33,107 +34,210 @@ pub struct PlanRequest<'a> {
     pub num_tokens: TokenCaps<'a>,
 }
 
-/// What one row is to take: blocks found in the cache, then `count` tokens to compute.
+/// What one row is to take.
 pub(super) struct Chosen {
     pub(super) row: usize,
     pub(super) count: usize,
-    pub(super) found: Vec<BlockId>,
+    pub(super) how: How,
 }
 
+/// How a row takes its tokens.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    /// The row's lane takes the one pending token, into an open block or a new one.
+    Lane,
+    /// The state first holds so many blocks that were found in the cache.
+    State { num_found: usize },
+}
+
+/// Lists that are kept from plan to plan for their memory.
 #[derive(Default)]
 pub(super) struct Choice {
     pub(super) steps: Vec<Chosen>,
+    /// What the steps found, one after the other.
+    pub(super) found: Vec<BlockId>,
+    pub(super) extent: Extent,
     pub(super) needed: usize,
     pub(super) skipped: Vec<i32>,
     /// Of the skipped ones.
     pub(super) never_fit: Vec<i32>,
     /// Whether every row's share alone would fit the pool.
     pub(super) ever_fits: bool,
+    candidates: Vec<Candidate>,
+    candidates_found: Vec<BlockId>,
 }
 
-/// A row that may take part, and what the cache has for it.
+/// A row that may take part, and how much of `candidates_found` is its own.
 struct Candidate {
     row: usize,
     cap: usize,
-    found: Vec<BlockId>,
+    how: How,
+}
+
+impl Choice {
+    fn clear(&mut self) {
+        self.steps.clear();
+        self.found.clear();
+        self.extent = Extent::default();
+        self.needed = 0;
+        self.skipped.clear();
+        self.never_fit.clear();
+        self.ever_fits = true;
+    }
+
+    fn push(&mut self, chosen: Chosen, num_blocks: usize) {
+        self.extent.num_rows += 1;
+        self.extent.num_tokens += chosen.count;
+        self.extent.width = self.extent.width.max(num_blocks);
+        self.steps.push(chosen);
+    }
 }
 
 impl BatchState {
-    pub(super) fn choose(&mut self, request: &PlanRequest<'_>) -> Result<Choice> {
+    /// Fill `choice`.
+    pub(super) fn choose(&mut self, request: &PlanRequest<'_>, choice: &mut Choice) -> Result<()> {
         if request.max_tokens == Some(0) {
             return Err(Error::argument("max_tokens", "at least 1", 0));
         }
-        let candidates = self.candidates(request)?;
-        let found = candidates.iter().flat_map(|candidate| &candidate.found);
-        let mut claimed: HashSet<_> = found.copied().collect();
+        self.find_candidates(request, choice)?;
+        let mut claimed: HashSet<_> = choice.candidates_found.iter().copied().collect();
         if !request.partial && !claimed.is_empty() {
             // What a row is to find is known without knowing what copies cost.
-            let choice = self.choose_among(&candidates, request, &claimed)?;
-            claimed = choice.steps.iter().flat_map(|step| &step.found).copied().collect();
+            self.choose_among(request, &claimed, choice);
+            claimed = choice.found.iter().copied().collect();
         }
-        self.choose_among(&candidates, request, &claimed)
+        self.choose_among(request, &claimed, choice);
+        Ok(())
     }
 
-    fn candidates(&mut self, request: &PlanRequest<'_>) -> Result<Vec<Candidate>> {
-        let rows = match request.rows {
-            None => self.rows.in_order().to_vec(),
-            Some(rows) => {
-                self.rows.check_distinct(rows)?;
-                rows.to_vec()
-            }
-        };
+    fn find_candidates(&mut self, request: &PlanRequest<'_>, choice: &mut Choice) -> Result<()> {
+        choice.candidates.clear();
+        choice.candidates_found.clear();
+        if let Some(rows) = request.rows {
+            self.rows.check_distinct(rows)?;
+        }
+        let num_rows = request.rows.unwrap_or(self.rows.in_order()).len();
         if let TokenCaps::Each(caps) = request.num_tokens
-            && caps.len() != rows.len()
+            && caps.len() != num_rows
         {
-            let allowed = format!("one number, or one per row, {} in all", rows.len());
+            let allowed = format!("one number, or one per row, {num_rows} in all");
             return Err(Error::argument("num_tokens", allowed, format_args!("{} numbers", caps.len())));
         }
-        let cap = |index: usize| match request.num_tokens {
-            TokenCaps::None => usize::MAX,
-            TokenCaps::Same(cap) => cap,
-            TokenCaps::Each(caps) => caps[index],
-        };
-        let with_found = |(index, row): (usize, usize)| {
-            Ok(Candidate { row, cap: cap(index), found: self.rows.state(row)?.look_again() })
-        };
-        rows.into_iter().enumerate().map(with_found).collect()
+        let kept = self.plans.oldest_with_handle().unwrap_or(u64::MAX);
+        for index in 0..num_rows {
+            let row = request.rows.map_or_else(|| self.rows.in_order()[index], |rows| rows[index]);
+            let cap = match request.num_tokens {
+                TokenCaps::None => usize::MAX,
+                TokenCaps::Same(cap) => cap,
+                TokenCaps::Each(caps) => caps[index],
+            };
+            let how = if self.can_use_lane(row, kept) {
+                How::Lane
+            } else {
+                let found = self.rows.chosen(row).look_again();
+                choice.candidates_found.extend_from_slice(&found);
+                How::State { num_found: found.len() }
+            };
+            choice.candidates.push(Candidate { row, cap, how });
+        }
+        Ok(())
+    }
+
+    /// Whether a row has nothing to plan, or one token that goes into an open block of its own or a new one.
+    fn can_use_lane(&mut self, row: usize, kept: u64) -> bool {
+        let (lane, _, flights) = self.rows.lane_and_state(row);
+        lane.in_use()
+            && lane.num_pending() <= 1
+            && lane.open_block().is_none_or(|block| !self.pool.shared().is_shared(block))
+            && lane.remembers_enough(flights, kept)
     }
 
     /// `all_claimed` are blocks that rows of this plan are to find: who writes into one has to copy it.
     fn choose_among(
         &mut self,
-        candidates: &[Candidate],
         request: &PlanRequest<'_>,
         all_claimed: &HashSet<BlockId>,
-    ) -> Result<Choice> {
-        let block_size = self.pool.block_size();
+        choice: &mut Choice,
+    ) {
+        choice.clear();
         let num_free = self.pool.num_free();
-        let mut choice = Choice { ever_fits: true, ..Choice::default() };
         let mut claimed = HashSet::<BlockId>::new();
         let mut budget = request.max_tokens.unwrap_or(usize::MAX);
-        for Candidate { row, cap, found } in candidates {
-            let state = self.rows.state(*row)?;
-            let num_found = found.len() * block_size;
-            let count = (state.num_unplanned() - num_found).min(*cap).min(budget);
-            if count == 0 {
-                continue;
-            }
-            let total = count + num_found;
-            let ever_fits = state.table.ever_fits(total);
-            let idle = |block: &&BlockId| !claimed.contains(*block) && self.pool.shared().is_idle(**block);
-            let needed = state.table.blocks_needed(total, all_claimed) - found.len()
-                + found.iter().filter(idle).count();
-            if request.partial && choice.needed + needed > num_free {
-                choice.skipped.push(*row as i32);
-                choice.never_fit.extend((!ever_fits).then_some(*row as i32));
+        let candidates = std::mem::take(&mut choice.candidates);
+        let candidates_found = std::mem::take(&mut choice.candidates_found);
+        let mut all_found = &candidates_found[..];
+        for &Candidate { row, cap, how } in &candidates {
+            let most = cap.min(budget);
+            let (found, share) = match how {
+                How::Lane => (&all_found[..0], self.lane_share(row, most)),
+                How::State { num_found } => {
+                    let (found, rest) = all_found.split_at(num_found);
+                    all_found = rest;
+                    (found, self.state_share(row, most, found, all_claimed, &claimed))
+                }
+            };
+            let Some(share) = share else { continue };
+            if request.partial && choice.needed + share.needed > num_free {
+                choice.skipped.push(row as i32);
+                choice.never_fit.extend((!share.ever_fits).then_some(row as i32));
                 continue;
             }
             claimed.extend(found);
-            choice.needed += needed;
-            choice.ever_fits &= ever_fits;
-            choice.steps.push(Chosen { row: *row, count, found: found.clone() });
-            budget -= count;
+            choice.found.extend_from_slice(found);
+            choice.needed += share.needed;
+            choice.ever_fits &= share.ever_fits;
+            choice.push(Chosen { row, count: share.count, how }, share.num_blocks);
+            budget -= share.count;
         }
-        Ok(choice)
+        (choice.candidates, choice.candidates_found) = (candidates, candidates_found);
     }
+
+    fn lane_share(&mut self, row: usize, most: usize) -> Option<Share> {
+        let lane = self.rows.lane(row);
+        if most == 0 || lane.num_pending() == 0 {
+            return None;
+        }
+        let needed = usize::from(lane.open_block().is_none());
+        let num_blocks = lane.num_blocks() + needed;
+        // A table without discarded blocks that is no larger than the pool fits it; others have to be asked.
+        let ever_fits = num_blocks <= self.pool.num_blocks()
+            || self.rows.lane_and_state(row).1.table.ever_fits(num_blocks);
+        Some(Share { count: 1, needed, num_blocks, ever_fits })
+    }
+
+    fn state_share(
+        &mut self,
+        row: usize,
+        most: usize,
+        found: &[BlockId],
+        all_claimed: &HashSet<BlockId>,
+        claimed: &HashSet<BlockId>,
+    ) -> Option<Share> {
+        let shared = self.pool.shared();
+        let state = self.rows.chosen(row);
+        let num_found = found.len() * shared.block_size;
+        let count = (state.num_unplanned() - num_found).min(most);
+        if count == 0 {
+            return None;
+        }
+        let total = count + num_found;
+        let idle = |block: &&BlockId| !claimed.contains(*block) && shared.is_idle(**block);
+        Some(Share {
+            count,
+            needed: state.table.blocks_needed(total, all_claimed) - found.len()
+                + found.iter().filter(idle).count(),
+            num_blocks: state.table.num_blocks_with(total),
+            ever_fits: state.table.ever_fits(state.table.num_blocks_with(total)),
+        })
+    }
+}
+
+/// What a row would take.
+struct Share {
+    count: usize,
+    /// Free blocks.
+    needed: usize,
+    /// Blocks in its table then.
+    num_blocks: usize,
+    ever_fits: bool,
 }
