@@ -6,7 +6,7 @@ mod common;
 use common::assert_all_free;
 use kvfolio::{Batch, BlockId, BlockPool, Context, Error, Extra, NewTokens, PlanRequest};
 
-const MOST_REFERENCES: usize = (1 << 24) - 1;
+const MOST_REFERENCES: usize = (1 << 20) - 1;
 
 fn pool(num_blocks: usize, block_size: usize) -> BlockPool {
     BlockPool::new(num_blocks, block_size, true).unwrap()

@@ -25,24 +25,27 @@ const VERSION: &[u8] = b"kvfolio\x01";
 pub struct Key([u8; 32]);
 
 impl Key {
-    pub(crate) const ZERO: Self = Self([0; 32]);
-
-    #[cfg(test)]
-    pub(crate) const fn from_bytes(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-
     /// The 256 bits.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// Bits to place the key in an index by; the whole key is compared there.
-    pub(crate) fn index_bits(&self) -> u64 {
-        let mut first = [0; 8];
-        first.copy_from_slice(&self.0[..8]);
-        u64::from_le_bytes(first)
+    /// The bits as four numbers.
+    pub(crate) fn words(&self) -> [u64; 4] {
+        let mut words = [0; 4];
+        for (word, bytes) in words.iter_mut().zip(self.0.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        words
+    }
+
+    pub(crate) fn from_words(words: [u64; 4]) -> Self {
+        let mut key = Self([0; 32]);
+        for (bytes, word) in key.0.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        key
     }
 }
 
@@ -178,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_block_of_sixteen_tokens_is_hashed_in_two_compressions() {
-        let message = block_message(&Key::ZERO, &[7; 16], 0, &[]);
+        let message = block_message(&Key([0; 32]), &[7; 16], 0, &[]);
         let padded = message.num_bytes + 9; // SHA-256 appends a bit and the length
         assert!(padded <= 128, "{padded} bytes");
     }
