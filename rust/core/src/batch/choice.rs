@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::BatchState;
+use super::{BatchState, lanes::MOST_REMEMBERED};
 use crate::{
     error::{Error, Result},
     ids::BlockId,
@@ -35,9 +35,10 @@ pub struct PlanRequest<'a> {
 }
 
 /// What one row is to take.
+#[derive(Clone, Copy)]
 pub(super) struct Chosen {
-    pub(super) row: usize,
-    pub(super) count: usize,
+    pub(super) row: u32,
+    pub(super) count: u32,
     pub(super) how: How,
 }
 
@@ -47,7 +48,7 @@ pub(super) enum How {
     /// The row's lane takes the one pending token, into an open block or a new one.
     Lane,
     /// The state first holds so many blocks that were found in the cache.
-    State { num_found: usize },
+    State { num_found: u32 },
 }
 
 /// Lists that are kept from plan to plan for their memory.
@@ -58,11 +59,14 @@ pub(super) struct Choice {
     pub(super) found: Vec<BlockId>,
     pub(super) extent: Extent,
     pub(super) needed: usize,
+    pub(super) needed_by_lanes: usize,
     pub(super) skipped: Vec<i32>,
     /// Of the skipped ones.
     pub(super) never_fit: Vec<i32>,
     /// Whether every row's share alone would fit the pool.
     pub(super) ever_fits: bool,
+    /// Steps that are not of a lane.
+    num_states: usize,
     candidates: Vec<Candidate>,
     candidates_found: Vec<BlockId>,
 }
@@ -80,15 +84,27 @@ impl Choice {
         self.found.clear();
         self.extent = Extent::default();
         self.needed = 0;
+        self.needed_by_lanes = 0;
+        self.num_states = 0;
         self.skipped.clear();
         self.never_fit.clear();
         self.ever_fits = true;
     }
 
+    /// Row, number of tokens, and number of blocks found, of those that do not use their lane.
+    pub(super) fn state_steps(&self) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+        let steps = if self.num_states == 0 { &[] } else { &self.steps[..] };
+        steps.iter().filter_map(|step| match step.how {
+            How::Lane => None,
+            How::State { num_found } => Some((step.row as usize, step.count as usize, num_found as usize)),
+        })
+    }
+
     fn push(&mut self, chosen: Chosen, num_blocks: usize) {
         self.extent.num_rows += 1;
-        self.extent.num_tokens += chosen.count;
+        self.extent.num_tokens += chosen.count as usize;
         self.extent.width = self.extent.width.max(num_blocks);
+        self.num_states += usize::from(chosen.how != How::Lane);
         self.steps.push(chosen);
     }
 }
@@ -98,6 +114,9 @@ impl BatchState {
     pub(super) fn choose(&mut self, request: &PlanRequest<'_>, choice: &mut Choice) -> Result<()> {
         if request.max_tokens == Some(0) {
             return Err(Error::argument("max_tokens", "at least 1", 0));
+        }
+        if self.choose_lanes(request, choice) {
+            return Ok(());
         }
         self.find_candidates(request, choice)?;
         let mut claimed: HashSet<_> = choice.candidates_found.iter().copied().collect();
@@ -123,7 +142,7 @@ impl BatchState {
             let allowed = format!("one number, or one per row, {num_rows} in all");
             return Err(Error::argument("num_tokens", allowed, format_args!("{} numbers", caps.len())));
         }
-        let kept = self.plans.oldest_with_handle().unwrap_or(u64::MAX);
+        let kept = self.oldest_remembered();
         for index in 0..num_rows {
             let row = request.rows.map_or_else(|| self.rows.in_order()[index], |rows| rows[index]);
             let cap = match request.num_tokens {
@@ -136,20 +155,64 @@ impl BatchState {
             } else {
                 let found = self.rows.chosen(row).look_again();
                 choice.candidates_found.extend_from_slice(&found);
-                How::State { num_found: found.len() }
+                How::State { num_found: found.len() as u32 }
             };
             choice.candidates.push(Candidate { row, cap, how });
         }
         Ok(())
     }
 
+    /// The common case: all rows of the batch have one pending token or none, and there are blocks enough.
+    /// False if it is not so, and then nothing was chosen.
+    fn choose_lanes(&mut self, request: &PlanRequest<'_>, choice: &mut Choice) -> bool {
+        let unlimited = matches!(request.num_tokens, TokenCaps::None | TokenCaps::Same(1..));
+        if request.rows.is_some() || !unlimited || self.oldest_remembered().is_some() {
+            return false;
+        }
+        choice.clear();
+        let (shared, lanes) = (self.pool.shared(), self.rows.lanes());
+        let (mut needed, mut width) = (0, 0);
+        for &row in self.rows.in_order() {
+            let lane = &lanes[row];
+            match lane.num_pending() {
+                1 if lane.in_use() => {}
+                0 if lane.in_use() => continue,
+                _ => return false,
+            }
+            let open_block = lane.open_block();
+            if open_block.is_some_and(|block| shared.is_shared(block)) {
+                return false;
+            }
+            let begins = usize::from(open_block.is_none());
+            needed += begins;
+            width = width.max(lane.num_blocks() + begins);
+            choice.steps.push(Chosen { row: row as u32, count: 1, how: How::Lane });
+        }
+        let count = choice.steps.len();
+        let fits = needed <= shared.num_free() && width <= shared.num_blocks;
+        if fits && count <= request.max_tokens.unwrap_or(usize::MAX) {
+            (choice.needed, choice.needed_by_lanes) = (needed, needed);
+            choice.extent = Extent { num_rows: count, num_tokens: count, width };
+            return true;
+        }
+        false
+    }
+
+    /// If the next step of a lane could make it forget something: which plans it must not forget to be told
+    /// of; none if there is no such danger for any.
+    fn oldest_remembered(&self) -> Option<u64> {
+        let kept = self.plans.oldest_with_handle().unwrap_or(u64::MAX);
+        let numbers = &self.rows.flights.numbers;
+        (kept.min(numbers.start) + MOST_REMEMBERED <= numbers.end).then_some(kept)
+    }
+
     /// Whether a row has nothing to plan, or one token that goes into an open block of its own or a new one.
-    fn can_use_lane(&mut self, row: usize, kept: u64) -> bool {
+    fn can_use_lane(&mut self, row: usize, kept: Option<u64>) -> bool {
         let (lane, _, flights) = self.rows.lane_and_state(row);
         lane.in_use()
             && lane.num_pending() <= 1
             && lane.open_block().is_none_or(|block| !self.pool.shared().is_shared(block))
-            && lane.remembers_enough(flights, kept)
+            && kept.is_none_or(|kept| lane.remembers_enough(flights, kept))
     }
 
     /// `all_claimed` are blocks that rows of this plan are to find: who writes into one has to copy it.
@@ -171,7 +234,7 @@ impl BatchState {
             let (found, share) = match how {
                 How::Lane => (&all_found[..0], self.lane_share(row, most)),
                 How::State { num_found } => {
-                    let (found, rest) = all_found.split_at(num_found);
+                    let (found, rest) = all_found.split_at(num_found as usize);
                     all_found = rest;
                     (found, self.state_share(row, most, found, all_claimed, &claimed))
                 }
@@ -182,11 +245,15 @@ impl BatchState {
                 choice.never_fit.extend((!share.ever_fits).then_some(row as i32));
                 continue;
             }
-            claimed.extend(found);
+            if !found.is_empty() {
+                claimed.extend(found);
+            }
             choice.found.extend_from_slice(found);
             choice.needed += share.needed;
+            choice.needed_by_lanes += if how == How::Lane { share.needed } else { 0 };
             choice.ever_fits &= share.ever_fits;
-            choice.push(Chosen { row, count: share.count, how }, share.num_blocks);
+            let (row, count) = (row as u32, share.count as u32);
+            choice.push(Chosen { row, count, how }, share.num_blocks);
             budget -= share.count;
         }
         (choice.candidates, choice.candidates_found) = (candidates, candidates_found);

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use super::{
     BatchState,
-    choice::{Choice, How, PlanRequest},
+    choice::{Choice, Chosen, How, PlanRequest},
 };
 use crate::{
     error::{Error, Result},
     ids::BlockId,
-    plan::{Cursor, FlightStep, PlanArrays, PlanShared},
+    plan::{Cursor, FlightStep, PlanArrays, PlanLists, PlanShared},
     pool::Opening,
     sequence::{NewStep, PlanId, check_length},
 };
@@ -17,7 +17,7 @@ use crate::{
 /// What was taken for a choice, before any row has it.
 #[derive(Default)]
 pub(super) struct Taken {
-    /// Of each step, what became of the block that it begins in.
+    /// Of each step of a state, what became of the block that it begins in.
     openings: Vec<Option<Opening>>,
     fresh: Vec<BlockId>,
 }
@@ -63,98 +63,122 @@ impl BatchState {
         taken.fresh.clear();
         // What is found is held before anything is evicted, and before it is decided who copies.
         let mut found = &choice.found[..];
-        for (index, step) in choice.steps.iter().enumerate() {
-            let How::State { num_found } = step.how else { continue };
+        for (index, (row, _, num_found)) in choice.state_steps().enumerate() {
             let (own, rest) = found.split_at(num_found);
             found = rest;
-            let held = self.rows.chosen(step.row).hold_found(own, true);
+            let held = self.rows.chosen(row).hold_found(own, true);
             if held != Ok(true) {
                 self.give_up(choice, index, &[]);
                 return held;
             }
         }
-        let mut needed = 0;
-        for step in &choice.steps {
-            let opening = if step.how == How::Lane {
-                needed += usize::from(self.rows.lane(step.row).open_block().is_none());
-                None
-            } else {
-                let table = &self.rows.chosen(step.row).table;
-                let opening = table.open_last(step.count);
-                needed += table.blocks_needed_opened(step.count, opening);
-                opening
-            };
+        let mut needed = choice.needed_by_lanes;
+        for (row, count, _) in choice.state_steps() {
+            let table = &self.rows.chosen(row).table;
+            let opening = table.open_last(count);
+            needed += table.blocks_needed_opened(count, opening);
             taken.openings.push(opening);
         }
         let shared = self.pool.shared();
         if !shared.reserve(needed) {
-            self.give_up(choice, choice.steps.len(), &taken.openings);
+            self.give_up(choice, taken.openings.len(), &taken.openings);
             return Ok(false);
         }
         shared.take_reserved(needed, &mut taken.fresh);
         Ok(true)
     }
 
+    /// Undo what was done for the first `num_held` of the states' steps.
     fn give_up(&mut self, choice: &Choice, num_held: usize, openings: &[Option<Opening>]) {
-        for (step, opening) in choice.steps.iter().zip(openings).filter(|(_, opening)| opening.is_some()) {
-            self.rows.chosen(step.row).close_last(*opening);
+        for ((row, ..), opening) in choice.state_steps().zip(openings) {
+            self.rows.chosen(row).close_last(*opening);
         }
-        for step in choice.steps[..num_held].iter().rev() {
-            if let How::State { num_found: num_found @ 1.. } = step.how {
-                self.rows.chosen(step.row).unhold_found(num_found);
-            }
+        let held: Vec<_> = choice.state_steps().take(num_held).collect();
+        for (row, _, num_found) in held.into_iter().rev() {
+            self.rows.chosen(row).unhold_found(num_found);
         }
     }
 
     /// The rows take their steps; this cannot fail.
     fn take_off(&mut self, choice: &Choice, taken: &Taken) -> (Arc<PlanShared>, Arc<PlanArrays>) {
-        let (memory, mut steps) = self.plans.recycle();
+        let (memory, mut lists) = self.plans.recycle();
         let id = self.rows.flights.begin();
         let mut recycler = std::mem::take(&mut self.recycler);
         let arrays = recycler.write(choice.extent, self.pool.block_size(), |arrays| {
             let mut fresh = taken.fresh.iter().copied();
+            let mut openings = taken.openings.iter().copied();
             let mut at = Cursor::default();
-            for (chosen, opening) in choice.steps.iter().zip(&taken.openings) {
-                steps.push(match chosen.how {
-                    How::Lane => self.step_lane(chosen.row, id, &mut fresh, arrays, &mut at),
-                    How::State { num_found } => {
-                        let new = NewStep { plan: id, num_found, count: chosen.count, opening: *opening };
-                        self.step_state(chosen.row, &new, &mut fresh, arrays, &mut at)
-                    }
-                });
+            for run in choice.steps.chunk_by(|one, next| one.how == How::Lane && next.how == How::Lane) {
+                if let [Chosen { row, count, how: How::State { num_found } }] = *run {
+                    let (num_found, count) = (num_found as usize, count as usize);
+                    let opening = openings.next().flatten();
+                    let new = NewStep { plan: id, num_found, count, opening };
+                    lists.to_commit.push(lists.steps.len() as u32);
+                    lists.steps.push(self.step_state(row as usize, &new, &mut fresh, arrays, &mut at));
+                } else {
+                    self.step_lanes(run, id, &mut fresh, arrays, &mut at, &mut lists);
+                }
             }
             debug_assert_eq!(fresh.len(), 0);
             arrays.skipped.extend_from_slice(&choice.skipped);
             arrays.never_fit.extend_from_slice(&choice.never_fit);
         });
         self.recycler = recycler;
-        let plan = self.plans.push(memory, PlanShared::new(id, steps, arrays.max_seq_len()));
+        let plan = PlanShared::new(id, lists, self.rows.num_settled, arrays.max_seq_len());
+        let plan = self.plans.push(memory, plan);
         (plan, arrays)
     }
 
-    fn step_lane(
+    /// Lanes side by side take their steps.
+    fn step_lanes(
         &mut self,
-        row: usize,
+        run: &[Chosen],
         id: PlanId,
         fresh: &mut impl Iterator<Item = BlockId>,
         arrays: &mut PlanArrays,
         at: &mut Cursor,
-    ) -> FlightStep {
+        lists: &mut PlanLists,
+    ) {
         let block_size = self.pool.block_size() as u32;
-        let (lane, state, _) = self.rows.lane_and_state(row);
-        let stepped =
-            lane.step(id.number, block_size, || fresh.next().inspect(|block| state.table.push(*block)));
-        if !arrays.has_seen(*at, stepped.seen) {
-            arrays.set_table(*at, row, &state.table, &mut self.told);
-        }
-        arrays.set_token(at, row, stepped.position, stepped.token, (stepped.block, stepped.offset));
-        FlightStep {
-            sequence: lane.sequence,
-            row: row as u32,
-            start: stepped.position,
-            stop: stepped.position + 1,
-            samples: true,
-            fills: stepped.offset + 1 == block_size,
+        let (lanes, occupied) = self.rows.lanes_and_rows();
+        let (first, first_step) = (*at, lists.steps.len());
+        let mut places = arrays.token_rows(at, run.len());
+        let (changed, to_commit) = (&mut self.changed, &mut lists.to_commit);
+        changed.clear();
+        let mut max_seq_len = 0;
+        lists.steps.extend(run.iter().enumerate().map(|(index, chosen)| {
+            let lane = &mut lanes[chosen.row as usize];
+            if lane.open_block().is_none()
+                && let Some(block) = fresh.next()
+                && let Some(occupied) = &mut occupied[chosen.row as usize]
+            {
+                occupied.state.table.push(block);
+                lane.begin_block(block, block_size);
+            }
+            let step = lane.step(id.number, block_size);
+            if !places.set(index, chosen.row, &step) {
+                changed.push(index as u32);
+            }
+            if step.offset + 1 == block_size {
+                to_commit.push((first_step + index) as u32);
+            }
+            let stop = step.position + 1;
+            max_seq_len = max_seq_len.max(stop);
+            FlightStep {
+                sequence: lane.sequence,
+                row: chosen.row,
+                start: step.position,
+                stop,
+                samples: true,
+                fills: step.offset + 1 == block_size,
+            }
+        }));
+        arrays.note_seq_len(max_seq_len as usize);
+        for &index in &*changed {
+            let row = run[index as usize].row as usize;
+            if let Some(occupied) = &occupied[row] {
+                arrays.set_table(first.behind(index as usize), row, &occupied.state.table, &mut self.told);
+            }
         }
     }
 
@@ -207,8 +231,15 @@ impl BatchState {
             }
         }
         let held = self.end(plan, true);
-        for (index, step) in plan.steps.iter().enumerate() {
-            self.commit_step(plan.id, step, accepted_of(index, step));
+        if num_accepted.is_none() && plan.num_settled == self.rows.num_settled {
+            // All lanes that took a step still know of it, and most have nothing to do.
+            for step in plan.to_commit.iter().map(|index| &plan.steps[*index as usize]) {
+                self.commit_step(plan.id, step, step.stop);
+            }
+        } else {
+            for (index, step) in plan.steps.iter().enumerate() {
+                self.commit_step(plan.id, step, accepted_of(index, step));
+            }
         }
         self.pool.shared().drop_holds(&held);
         self.roll_back_dropped();
@@ -311,7 +342,9 @@ impl BatchState {
         let ended = !plan.is_in_flight();
         let sampling = plan.steps.iter().filter(|step| step.samples);
         for ((step, token), taken) in sampling.zip(token_ids).zip(taken) {
-            *taken = self.tell(plan.id, ended, step, *token);
+            let lane = &mut self.rows.lanes_mut()[step.row as usize];
+            let usual = lane.append_sampled(plan.id.number, *token);
+            *taken = usual || self.tell(plan.id, ended, step, *token);
         }
         Ok(())
     }

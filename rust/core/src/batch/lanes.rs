@@ -16,7 +16,7 @@ use std::{ops::Range, sync::Arc};
 use crate::{
     holds::Holds,
     ids::{BlockId, UNKNOWN_TOKEN},
-    plan::Seen,
+    plan::{Seen, TokenStep},
     sequence::{LaneStep, PlanId, SequenceState},
 };
 
@@ -54,15 +54,21 @@ impl Flights {
     }
 }
 
+/// Plans that a lane remembers, the newest included: as many as it has bits for.
+pub(super) const MOST_REMEMBERED: u64 = u32::BITS as u64;
+
 /// Tokens that a lane keeps before they go into the state.
 const MOST_RECENT: usize = 16;
+
+/// No plan has this number.
+const NOT_IN_USE: u64 = 0;
 
 #[derive(Default)]
 #[repr(C, align(64))]
 pub(super) struct Lane {
     /// The serial number of the sequence in the row, in use or not; 0 if there is none.
     pub(super) sequence: u64,
-    /// The number of the plan that the newest step is of.
+    /// The number of the plan that the newest step is of, or `NOT_IN_USE`.
     newest: u64,
     /// Of the table beneath.
     seen: Seen,
@@ -77,19 +83,9 @@ pub(super) struct Lane {
     last_block: BlockId,
     /// Slots behind the planned tokens in the last block.
     room: u32,
-    num_recent: u8,
-    in_use: bool,
+    num_recent: u32,
     /// The last of the tokens; those before them are in the state.
     recent: [i32; MOST_RECENT],
-}
-
-/// A lane's step, as a plan's arrays want it.
-pub(super) struct Stepped {
-    pub(super) token: i32,
-    pub(super) position: u32,
-    pub(super) block: BlockId,
-    pub(super) offset: u32,
-    pub(super) seen: Seen,
 }
 
 impl Lane {
@@ -106,13 +102,12 @@ impl Lane {
             entered_at: planned as u32,
             last_block: blocks.last().copied().unwrap_or(BlockId::NULL),
             room: (blocks.len() * block_size - planned) as u32,
-            in_use: true,
             ..Self::default()
         };
     }
 
     pub(super) fn in_use(&self) -> bool {
-        self.in_use
+        self.newest != NOT_IN_USE
     }
 
     pub(super) fn num_tokens(&self) -> usize {
@@ -132,6 +127,7 @@ impl Lane {
         self.seen.len as usize
     }
 
+    #[inline]
     fn bit(&self, plan: u64) -> u32 {
         // Of a newer plan, or of one too old to be remembered, no bit.
         self.newest.checked_sub(plan).and_then(|age| 1_u32.checked_shl(age as u32)).unwrap_or(0)
@@ -152,26 +148,23 @@ impl Lane {
             && (self.untold & lost == 0 || newest_lost < kept)
     }
 
-    /// The one pending token goes into a plan; `fresh` gives a block where one begins.
-    pub(super) fn step(
-        &mut self,
-        plan: u64,
-        block_size: u32,
-        fresh: impl FnOnce() -> Option<BlockId>,
-    ) -> Stepped {
-        if self.room == 0
-            && let Some(block) = fresh()
-        {
-            self.last_block = block;
-            self.room = block_size;
-            self.seen.len += 1;
-        }
+    /// A block for the next steps, where the last one has no room.
+    pub(super) fn begin_block(&mut self, block: BlockId, block_size: u32) {
+        self.last_block = block;
+        self.room = block_size;
+        self.seen.len += 1;
+    }
+
+    /// The one pending token goes into a plan, where there is room.
+    #[inline]
+    pub(super) fn step(&mut self, plan: u64, block_size: u32) -> TokenStep {
         let ahead = (plan - self.newest).min(32) as u32;
-        self.took = self.took.checked_shl(ahead).unwrap_or(0) | 1;
-        self.untold = self.untold.checked_shl(ahead).unwrap_or(0) | 1;
+        // Shifted as 64 bits, since it may be by 32.
+        self.took = (u64::from(self.took) << ahead) as u32 | 1;
+        self.untold = (u64::from(self.untold) << ahead) as u32 | 1;
         self.newest = plan;
-        let stepped = Stepped {
-            token: self.recent[usize::from(self.num_recent.wrapping_sub(1)) % MOST_RECENT],
+        let stepped = TokenStep {
+            token: self.recent[self.num_recent.wrapping_sub(1) as usize % MOST_RECENT],
             position: self.num_planned,
             block: self.last_block,
             offset: block_size - self.room,
@@ -191,26 +184,44 @@ impl Lane {
         self.untold &= !self.bit(plan);
     }
 
+    /// The common case of a token that was sampled: the step of this plan is the lane's newest, nothing was
+    /// told of it yet, and the token goes behind it. False if it is not so, and nothing was done.
+    ///
+    /// No later sequence of the row has this number for its newest plan.
+    #[inline]
+    pub(super) fn append_sampled(&mut self, plan: u64, token: i32) -> bool {
+        let index = self.num_recent as usize;
+        let usual = self.newest == plan && self.untold & 1 != 0 && self.num_pending() == 0;
+        if !usual || index >= MOST_RECENT {
+            return false;
+        }
+        self.untold &= !1;
+        self.recent[index] = token;
+        self.num_recent += 1;
+        self.num_tokens += 1;
+        true
+    }
+
     /// Whether the next token has to wait until recent ones have gone into the state.
     pub(super) fn is_full(&self) -> bool {
-        usize::from(self.num_recent) == MOST_RECENT
+        self.num_recent as usize == MOST_RECENT
     }
 
     /// Append a token to a lane that is not full.
     pub(super) fn push(&mut self, token: i32) {
-        self.recent[usize::from(self.num_recent)] = token;
+        self.recent[self.num_recent as usize] = token;
         self.num_recent += 1;
         self.num_tokens += 1;
     }
 
     fn recent_index(&self, position: usize) -> Option<usize> {
-        position.checked_sub(self.num_tokens() - usize::from(self.num_recent))
+        position.checked_sub(self.num_tokens() - self.num_recent as usize)
     }
 
     /// The place of a token that is not known yet.
     pub(super) fn unknown(&mut self, position: usize) -> Option<&mut i32> {
         let index = self.recent_index(position)?;
-        let recent = &mut self.recent[..usize::from(self.num_recent)];
+        let recent = &mut self.recent[..self.num_recent as usize];
         recent.get_mut(index).filter(|token| **token == UNKNOWN_TOKEN)
     }
 
@@ -221,7 +232,7 @@ impl Lane {
         if known {
             state.push_all_known(&self.recent[..count]);
             self.recent.copy_within(count.., 0);
-            self.num_recent -= count as u8;
+            self.num_recent -= count as u32;
         }
         known
     }
@@ -237,18 +248,19 @@ impl Lane {
         self.last_block = state.table.blocks().last().copied().unwrap_or(BlockId::NULL);
     }
 
-    /// Go out of use: the state knows everything then.
-    pub(super) fn settle(&mut self, state: &mut SequenceState, flights: &Flights) {
-        if !std::mem::take(&mut self.in_use) {
-            return;
+    /// Go out of use: the state knows everything then. True if it took over steps in flight.
+    pub(super) fn settle(&mut self, state: &mut SequenceState, flights: &Flights) -> bool {
+        let newest = std::mem::take(&mut self.newest);
+        if newest == NOT_IN_USE {
+            return false;
         }
-        state.push_all(&self.recent[..usize::from(self.num_recent)]);
+        state.push_all(&self.recent[..self.num_recent as usize]);
         let num_steps = self.num_planned - self.entered_at;
         if num_steps == 0 {
-            return;
+            return false;
         }
-        self.fly(state, flights);
-        let ages_in_flight = (self.newest + 1).saturating_sub(flights.numbers.start).min(32) as u32;
+        state.table.fly(&flights.holds, newest);
+        let ages_in_flight = (newest + 1).saturating_sub(flights.numbers.start).min(32) as u32;
         let in_flight = self.took & low_bits(ages_in_flight);
         let num_in_flight = in_flight.count_ones();
         let computed = (num_steps > num_in_flight).then_some((self.num_planned - num_in_flight) as usize);
@@ -256,7 +268,7 @@ impl Lane {
             let bit = 1 << age;
             let stop = self.num_planned - (self.took & (bit - 1)).count_ones();
             LaneStep {
-                plan: flights.id(self.newest - u64::from(age)),
+                plan: flights.id(newest - u64::from(age)),
                 stop: stop as usize,
                 in_flight: in_flight & bit != 0,
                 told: self.untold & bit == 0,
@@ -265,6 +277,7 @@ impl Lane {
         let open = in_flight | self.untold;
         let steps = (0..32).rev().filter(|age| open & (1 << age) != 0).map(step_of);
         state.take_over(self.num_planned as usize, computed, steps);
+        num_in_flight > 0
     }
 }
 

@@ -47,6 +47,8 @@ pub(crate) struct BatchState {
     /// Kept for their memory.
     choice: Choice,
     taken: Taken,
+    /// Steps whose rows in the block table are to be written after the others.
+    changed: Vec<u32>,
 }
 
 impl BatchCell {
@@ -101,6 +103,7 @@ impl Batch {
             recycler: Recycler::default(),
             choice: Choice::default(),
             taken: Taken::default(),
+            changed: Vec::new(),
         };
         Ok(Self(Arc::new(BatchCell {
             pool: pool.clone(),

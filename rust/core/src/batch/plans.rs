@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::plan::{FlightStep, PlanShared};
+use crate::plan::{PlanLists, PlanShared};
 
 #[derive(Default)]
 pub(super) struct Plans {
@@ -30,13 +30,17 @@ impl Plans {
     }
 
     /// Memory for the next plan.
-    pub(super) fn recycle(&mut self) -> (Option<Arc<PlanShared>>, Vec<FlightStep>) {
+    pub(super) fn recycle(&mut self) -> (Option<Arc<PlanShared>>, PlanLists) {
         self.forget_ended();
         let mut memory = self.spare.pop();
-        let steps = memory.as_mut().and_then(Arc::get_mut).map(|plan| std::mem::take(&mut plan.steps));
-        let mut steps = steps.unwrap_or_default();
-        steps.clear();
-        (memory, steps)
+        let mut lists = PlanLists::default();
+        if let Some(plan) = memory.as_mut().and_then(Arc::get_mut) {
+            (lists.steps, lists.to_commit) =
+                (std::mem::take(&mut plan.steps), std::mem::take(&mut plan.to_commit));
+            lists.steps.clear();
+            lists.to_commit.clear();
+        }
+        (memory, lists)
     }
 
     pub(super) fn push(&mut self, memory: Option<Arc<PlanShared>>, plan: PlanShared) -> Arc<PlanShared> {

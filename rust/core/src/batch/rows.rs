@@ -28,6 +28,8 @@ pub(super) struct Rows {
     occupied: Vec<Option<Row>>,
     /// One for each of those.
     lanes: Vec<Lane>,
+    /// Lanes that went out of use while a step of theirs was in flight.
+    pub(super) num_settled: u64,
     in_order: Vec<usize>,
     by_serial: HashMap<u64, usize>,
     /// Of those, the ones that are free again.
@@ -43,6 +45,7 @@ impl Rows {
             flights,
             occupied: Vec::new(),
             lanes: Vec::new(),
+            num_settled: 0,
             in_order: Vec::new(),
             by_serial: HashMap::new(),
             vacant: BinaryHeap::new(),
@@ -100,8 +103,22 @@ impl Rows {
     /// The same in a row that was seen to be occupied, under the same lock.
     pub(super) fn chosen(&mut self, row: usize) -> &mut SequenceState {
         let (lane, state, flights) = self.lane_and_state(row);
-        lane.settle(state, flights);
+        let in_flight = lane.settle(state, flights);
+        self.num_settled += u64::from(in_flight);
         self.occupied[row].as_mut().map(|occupied| &mut *occupied.state).expect(OCCUPIED)
+    }
+
+    pub(super) fn lanes(&self) -> &[Lane] {
+        &self.lanes
+    }
+
+    pub(super) fn lanes_mut(&mut self) -> &mut [Lane] {
+        &mut self.lanes
+    }
+
+    /// All lanes, and the states beneath.
+    pub(super) fn lanes_and_rows(&mut self) -> (&mut [Lane], &mut [Option<Row>]) {
+        (&mut self.lanes, &mut self.occupied)
     }
 
     pub(super) fn lane(&mut self, row: usize) -> &mut Lane {

@@ -49,11 +49,62 @@ pub(crate) struct Extent {
     pub(crate) width: usize,
 }
 
+/// A step of one token.
+pub(crate) struct TokenStep {
+    pub(crate) token: i32,
+    pub(crate) position: u32,
+    /// Where its K and V go.
+    pub(crate) block: BlockId,
+    pub(crate) offset: u32,
+    /// What there is to see of the row's table.
+    pub(crate) seen: Seen,
+}
+
+/// What is written of a row of one token; all lists are as long as there are such rows.
+pub(crate) struct TokenRows<'a> {
+    block_size: i64,
+    first_token: usize,
+    rows: &'a mut [i32],
+    query_ends: &'a mut [i32],
+    seq_lens: &'a mut [i32],
+    last_page_len: &'a mut [i32],
+    token_ids: &'a mut [i32],
+    positions: &'a mut [i64],
+    slot_mapping: &'a mut [i64],
+    logits_rows: &'a mut [i32],
+    logits_indices: &'a mut [i64],
+    seen: &'a [Seen],
+}
+
+impl TokenRows<'_> {
+    /// Write one of them; false if the block table does not have all that the row's table has.
+    #[inline]
+    pub(crate) fn set(&mut self, i: usize, row: u32, step: &TokenStep) -> bool {
+        self.rows[i] = row as i32;
+        self.query_ends[i] = (self.first_token + i + 1) as i32;
+        self.seq_lens[i] = step.position as i32 + 1;
+        self.last_page_len[i] = step.offset as i32 + 1;
+        self.token_ids[i] = step.token;
+        self.positions[i] = i64::from(step.position);
+        self.slot_mapping[i] = i64::from(step.block.as_i32()) * self.block_size + i64::from(step.offset);
+        self.logits_rows[i] = row as i32;
+        self.logits_indices[i] = (self.first_token + i) as i64;
+        self.seen[i] == step.seen
+    }
+}
+
 /// Where in the arrays a row goes: its number among the rows, and that of its first token.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Cursor {
     index: usize,
     token: usize,
+}
+
+impl Cursor {
+    /// The place of the row that is `n` rows of one token each behind.
+    pub(crate) fn behind(self, n: usize) -> Self {
+        Self { index: self.index + n, token: self.token + n }
+    }
 }
 
 macro_rules! array_getters {
@@ -153,19 +204,32 @@ impl PlanArrays {
         self.logits_indices.truncate(self.num_logits);
     }
 
-    /// A row of one token, which samples.
-    pub(crate) fn set_token(
-        &mut self,
-        at: &mut Cursor,
-        row: usize,
-        position: u32,
-        token: i32,
-        slot: (BlockId, u32),
-    ) {
-        self.token_ids[at.token] = token;
-        self.positions[at.token] = i64::from(position);
-        self.slot_mapping[at.token] = i64::from(slot.0.as_i32()) * self.block_size as i64 + i64::from(slot.1);
-        self.set_row(at, row, 1, position as usize + 1, slot.1 as usize + 1, true);
+    /// The places of some rows of one token each, which all sample.
+    pub(crate) fn token_rows(&mut self, at: &mut Cursor, count: usize) -> TokenRows<'_> {
+        let Cursor { index, token } = *at;
+        let logits = self.num_logits;
+        *at = Cursor { index: index + count, token: token + count };
+        self.num_logits += count;
+        self.max_query_len = self.max_query_len.max(usize::from(count > 0));
+        let token_rows = TokenRows {
+            block_size: self.block_size as i64,
+            first_token: token,
+            rows: &mut self.rows[index..][..count],
+            query_ends: &mut self.query_start_loc[index + 1..][..count],
+            seq_lens: &mut self.seq_lens[index..][..count],
+            last_page_len: &mut self.last_page_len[index..][..count],
+            token_ids: &mut self.token_ids[token..][..count],
+            positions: &mut self.positions[token..][..count],
+            slot_mapping: &mut self.slot_mapping[token..][..count],
+            logits_rows: &mut self.logits_rows[logits..][..count],
+            logits_indices: &mut self.logits_indices[logits..][..count],
+            seen: self.block_table.seen_from(index, count),
+        };
+        token_rows
+    }
+
+    pub(crate) fn note_seq_len(&mut self, seq_len: usize) {
+        self.max_seq_len = self.max_seq_len.max(seq_len);
     }
 
     /// A row of some tokens from position `start` on, for which `table` has room.
@@ -219,11 +283,6 @@ impl PlanArrays {
         }
         self.max_query_len = self.max_query_len.max(num_tokens);
         self.max_seq_len = self.max_seq_len.max(seq_len);
-    }
-
-    /// Whether the block table's row at the cursor has all that a table has.
-    pub(crate) fn has_seen(&self, at: Cursor, now: Seen) -> bool {
-        self.block_table.has_seen(at.index, now)
     }
 
     /// Write what the block table's row at the cursor does not have yet, and tell what was not told yet.

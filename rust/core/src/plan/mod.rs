@@ -6,7 +6,7 @@ mod table_buffer;
 use std::sync::Arc;
 
 pub use arrays::{Csr, PlanArrays};
-pub(crate) use arrays::{Cursor, Extent, Recycler};
+pub(crate) use arrays::{Cursor, Extent, Recycler, TokenStep};
 pub(crate) use table_buffer::{Seen, ToldTables};
 
 use crate::{
@@ -37,10 +37,21 @@ impl FlightStep {
     }
 }
 
+/// The lists of a plan, which are used again for a later one.
+#[derive(Default)]
+pub(crate) struct PlanLists {
+    pub(crate) steps: Vec<FlightStep>,
+    pub(crate) to_commit: Vec<u32>,
+}
+
 /// What the handle and the batch both know of a plan.
 pub(crate) struct PlanShared {
     pub(crate) id: PlanId,
     pub(crate) steps: Vec<FlightStep>,
+    /// Of the steps, those that a commit has to look at even if nothing happened in between.
+    pub(crate) to_commit: Vec<u32>,
+    /// How many lanes had been settled in flight when the plan was made.
+    pub(crate) num_settled: u64,
     pub(crate) max_seq_len: usize,
     outcome: AtomicU8,
     /// Nobody can end it any more: it is rolled back when its turn comes.
@@ -55,10 +66,12 @@ const ROLLED_BACK: u8 = 2;
 // The flags change while the batch is locked, except that a handle may be dropped at any time; acquire and
 // release make what was done before a flag was set visible to who sees it.
 impl PlanShared {
-    pub(crate) fn new(id: PlanId, steps: Vec<FlightStep>, max_seq_len: usize) -> Self {
+    pub(crate) fn new(id: PlanId, lists: PlanLists, num_settled: u64, max_seq_len: usize) -> Self {
         Self {
             id,
-            steps,
+            steps: lists.steps,
+            to_commit: lists.to_commit,
+            num_settled,
             max_seq_len,
             outcome: AtomicU8::new(IN_FLIGHT),
             dropped: AtomicBool::new(false),

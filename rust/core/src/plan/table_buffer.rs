@@ -51,9 +51,9 @@ impl TableBuffer {
         }
     }
 
-    /// Whether a row has seen all there is.
-    pub(super) fn has_seen(&self, index: usize, now: Seen) -> bool {
-        self.seen[index] == now
+    /// What some rows have seen.
+    pub(super) fn seen_from(&self, index: usize, count: usize) -> &[Seen] {
+        &self.seen[index..][..count]
     }
 
     /// Invariant: cells beyond what a row has seen are null.
