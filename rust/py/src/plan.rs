@@ -7,14 +7,14 @@ use std::sync::{
 
 use kvfolio::{Plan, PlanArrays};
 use numpy::{
-    Element, PyArray1, PyArray2,
+    Element, PyArray1, PyArray2, PyArrayMethods,
     ndarray::{ArrayView1, ArrayView2, ShapeBuilder},
 };
 use pyo3::{exceptions::PyResourceWarning, prelude::*};
 
 use crate::{
     arguments::{self, Any},
-    arrays::{owned, read_only},
+    arrays::read_only,
     errors::Result,
     pool::{PyBlockPool, refuse_pickling},
 };
@@ -200,7 +200,11 @@ impl PyPlan {
     /// ended, was changed before that place, or knows another token there, and everywhere after a rollback.
     fn extend<'py>(&self, py: Python<'py>, token_ids: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<bool>>> {
         let tokens = arguments::tokens("token_ids", token_ids)?;
-        Ok(read_only(owned(py, self.plan.extend(&tokens)?)))
+        let taken = PyArray1::zeros(py, [tokens.len()], false);
+        // SAFETY: nobody else has the new array yet.
+        let places = unsafe { taken.as_slice_mut() }.unwrap_or(&mut []);
+        self.plan.extend_into(&tokens, places)?;
+        Ok(read_only(taken))
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

@@ -3,20 +3,20 @@
 use crate::{ids::BlockId, table::Table};
 
 /// What a copy has seen of a table: with the same stamp, only blocks beyond `len` are news.
-#[derive(Clone, Copy, Default)]
-struct Seen {
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
     stamp: u64,
-    len: usize,
+    pub(crate) len: u32,
 }
 
 impl Seen {
     /// From which logical block on the copy may differ from `table`.
     fn first_news(self, table: &Table) -> usize {
-        if self.stamp == table.stamp() { self.len } else { 0 }
+        if self.stamp == table.stamp() { self.len as usize } else { 0 }
     }
 
-    fn now(table: &Table) -> Self {
-        Self { stamp: table.stamp(), len: table.blocks().len() }
+    pub(crate) fn now(table: &Table) -> Self {
+        Self { stamp: table.stamp(), len: table.blocks().len() as u32 }
     }
 }
 
@@ -51,6 +51,11 @@ impl TableBuffer {
         }
     }
 
+    /// What some rows have seen.
+    pub(super) fn seen_from(&self, index: usize, count: usize) -> &[Seen] {
+        &self.seen[index..][..count]
+    }
+
     /// Invariant: cells beyond what a row has seen are null.
     pub(super) fn set_row(&mut self, index: usize, table: &Table) {
         let blocks = table.blocks();
@@ -60,8 +65,8 @@ impl TableBuffer {
         for (cell, block) in cells[first..].iter_mut().zip(&blocks[first..]) {
             *cell = block.as_i32();
         }
-        if blocks.len() < seen.len {
-            cells[blocks.len()..seen.len].fill(BlockId::NULL.as_i32());
+        if blocks.len() < seen.len as usize {
+            cells[blocks.len()..seen.len as usize].fill(BlockId::NULL.as_i32());
         }
         *seen = Seen::now(table);
     }
