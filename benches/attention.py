@@ -1,13 +1,15 @@
 """Attention on the CPU beside torch, and beside a plain read of the same memory.
 
-    python benches/attention.py decode prefill shared pages --dtype bfloat16 float32 --json out.json
+    python benches/attention.py decode prefill shared pages threads --json out.json
     python benches/attention.py figure --json out.json --svg docs/attention.svg    # needs matplotlib
 
-32 query / 8 KV heads of 128, page 16, blocks scattered. What is compared runs in turn, call by call, in one process;
-a time is the least of the calls (and in brackets the ratio of the medians): on a shared machine absolute times drift,
-and ratios within a run are what counts. Bandwidth counts each byte of K and V once; "read" is a plain read of the very
-same buffers, so on the same kind of pages, with as many threads. SDPA has the group of query heads as query rows in
-decode (which is its fast way), and the faster of its two ways, `enable_gqa` or K and V repeated beforehand, in prefill.
+32 query / 8 KV heads of 128, page 16, blocks scattered. What is compared runs in turn, call by call, in one
+process; a time is the least of the calls: on a shared machine absolute times drift, and ratios within a run are
+what counts. Bandwidth counts each byte of K and V once; "read" is a plain read of the very same buffers, so on
+the same kind of pages, with as many threads. SDPA has contiguous memory, and in decode the group of query heads
+as query rows (its fast way); in prefill the faster of its two ways, `enable_gqa` or K and V repeated beforehand.
+With `--cpu` everything runs on one thread, and times are that thread's CPU time: other people's work on the
+machine then spoils less.
 """
 
 from __future__ import annotations
@@ -219,12 +221,18 @@ def shown(record):
     def text(value):
         return value if isinstance(value, str) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
-    parts = [f"{name} {text(value)}" for name, value in record.items() if name not in ("kind", "dtype", "shape", "bytes")]
+    parts = [
+        f"{name} {text(value)}"
+        for name, value in record.items()
+        if name not in ("kind", "dtype", "shape", "bytes")
+    ]
     return f"{record['kind']:8}{record['dtype']:9} {record['shape']:10} " + ", ".join(parts)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = ["decode", "prefill", "shared", "pages", "threads", "figure"]
     parser.add_argument("kinds", nargs="+", choices=kinds)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
@@ -246,10 +254,18 @@ def main():
     if "figure" in arguments.kinds:
         return figure(arguments.svg, records)
     chosen = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes or ()]
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; kvfolio, {kv.get_num_threads()} threads")
+    print(
+        f"torch {torch.__version__} on {torch.get_num_threads()} threads, kvfolio on {kv.get_num_threads()}"
+    )
     for kind in arguments.kinds:
         for dtype in arguments.dtype:
-            work = {"decode": decode, "prefill": prefill, "shared": shared, "pages": pages, "threads": threads}[kind]
+            work = {
+                "decode": decode,
+                "prefill": prefill,
+                "shared": shared,
+                "pages": pages,
+                "threads": threads,
+            }[kind]
             shapes = {"decode": DECODE, "prefill": PREFILL}.get(kind)
             more = (chosen or shapes,) if shapes else ()
             for record in work(dtype, *more, seconds=arguments.seconds):

@@ -118,9 +118,10 @@ def zeros(shape: Sequence[int], dtype: str, kind: Kind) -> Array:
 
 
 def _zero_bytes(size: int) -> NDArray[np.uint8]:
-    """Large ones in huge pages where the system has them: scattered blocks then miss fewer address translations."""
-    unit = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else 64  # 64: a cache line
-    if unit == 64:
+    """Zeros; large ones in huge pages where the system has them, since scattered blocks miss translations."""
+    line = 64  # vectors that straddle cache lines cost two loads
+    unit = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else line
+    if unit == line:
         memory = np.zeros(size + unit, np.uint8)
     else:
         try:
@@ -172,7 +173,7 @@ def _is_native(value: Array) -> bool:
 
 @cache
 def _plain_name(dtype: object) -> str:
-    """Of a dtype of numpy, torch or ml_dtypes; there are few of them, and to spell one takes a microsecond."""
+    """Of a dtype of numpy, torch or ml_dtypes; there are few, and to spell one takes a microsecond."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -27,6 +27,7 @@ struct Configuration {
     rows: [u8; 16],
 }
 
+#[expect(clippy::unused_self, reason = "it is the proof that the instructions are there")]
 impl Amx {
     pub(crate) fn detect() -> Option<Self> {
         static FOUND: OnceLock<bool> = OnceLock::new();
@@ -41,8 +42,8 @@ impl Amx {
         all.rows[..8].fill(ROWS as u8);
         // SAFETY: `self` proves that the instruction is there; it reads 64 bytes. No compiled code uses tiles.
         unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &raw const all, options(nostack, preserves_flags, readonly))
-        };
+            asm!("ldtilecfg [{}]", in(reg) &raw const all, options(nostack, preserves_flags, readonly));
+        }
     }
 
     /// Gives the tiles up, so that the system need not save them.

@@ -147,9 +147,7 @@ impl Cursor {
         let mut left = bytes as isize;
         while left > 0 && self.place < rows.len() {
             let row = rows[self.place].cast::<u8>();
-            simd.prefetch(
-                row.wrapping_offset(self.byte as isize).wrapping_offset(self.shift * size_of::<E>() as isize),
-            );
+            simd.prefetch(row.wrapping_add(self.byte).wrapping_offset(self.shift * size_of::<E>() as isize));
             let step = CACHE_LINE.min(piece_bytes - self.byte);
             left -= step as isize;
             self.byte += step;

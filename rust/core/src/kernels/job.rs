@@ -8,7 +8,9 @@ use std::sync::OnceLock;
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
 use super::attention::{Scoring, Step};
-use super::element::{Element, Format};
+use super::element::Element;
+#[cfg(target_arch = "x86_64")]
+use super::element::Format;
 use super::output::Output;
 use super::scratch::Scratch;
 #[cfg(target_arch = "aarch64")]

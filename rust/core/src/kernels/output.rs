@@ -23,13 +23,7 @@ impl Denominator {
     /// By how much weights relative to this one exceed those that are relative to a larger `top`.
     #[inline(always)]
     fn shrink(self, top: f32) -> f32 {
-        if self.top == top {
-            1.0
-        } else if self.top == f32::NEG_INFINITY && self.total == 0.0 {
-            0.0
-        } else {
-            (self.top - top).exp2()
-        }
+        if top > self.top { (self.top - top).exp2() } else { 1.0 }
     }
 
     /// With a sink's share, if there is one.
@@ -154,8 +148,8 @@ impl<'a, E: Element> Output<'a, E> {
             for d in (0..even).step_by(S::LANES) {
                 simd.store_elements(out.add(d), simd.mul(simd.load(sums.as_ptr().add(d)), factors));
             }
-            for d in even..self.head_dim {
-                out.add(d).write(E::from_f32(sums[d] * factor));
+            for (d, sum) in sums.iter().enumerate().skip(even) {
+                out.add(d).write(E::from_f32(sum * factor));
             }
             if let Some(start) = self.lse {
                 start.add(row).write(whole.ln());

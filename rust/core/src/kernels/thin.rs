@@ -4,6 +4,7 @@
 //! Keys are taken a chunk at a time, whatever the block size: score, soften (the online softmax's rescaling),
 //! accumulate. All KV heads of the tile are taken through a chunk before the next one, so that memory is read in the
 //! order in which it lies.
+#![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
 use std::f32::consts::LOG2_E;

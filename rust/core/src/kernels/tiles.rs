@@ -1,6 +1,7 @@
 //! Matrix products of bf16 on the matrix unit. K is taken as it lies in memory; V is transposed, a chunk at a time;
 //! weights are rounded to bf16, as everybody does who multiplies with such a unit.
 
+#[cfg_attr(not(test), expect(clippy::wildcard_imports, reason = "the prefix names them"))]
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -96,7 +97,7 @@ impl Engine for Tiles<'_> {
                 unsafe { interleave(row(place), row(place + 1), head_dim, to) };
             }
             for d in (0..dims).step_by(STEP / 2) {
-                let to = self.memory.values[(d * CHUNK + first) / 2..].as_mut_ptr();
+                let to = self.memory.values[d * (CHUNK / 2) + first / 2..].as_mut_ptr();
                 // SAFETY: 16 rows of `dims` pairs become as many of CHUNK / 2, of which 16 are left from `first` on.
                 unsafe { simd.transpose(pairs[d..].as_ptr(), dims, to, CHUNK / 2) };
             }

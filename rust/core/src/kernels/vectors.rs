@@ -1,4 +1,5 @@
 //! Matrix products in f32, on any vectors: elements of K and V, broadcast, times vectors of rows.
+#![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
 use std::ops::Range;

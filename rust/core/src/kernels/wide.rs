@@ -234,12 +234,15 @@ fn prepare<S: Simd, E: Element, G: Engine>(
     memory.seen_by_any.clear();
     memory.seen_by_all.clear();
     for rows in memory.seen.chunks(lanes) {
-        let any = rows.iter().filter(|seen| !seen.is_empty());
-        let any = any.fold(usize::MAX..0, |any, seen| any.start.min(seen.start)..any.end.max(seen.end));
-        memory.seen_by_any.push(any.start.min(any.end)..any.end);
-        let all =
-            rows.iter().fold(0..usize::MAX, |all, seen| all.start.max(seen.start)..all.end.min(seen.end));
-        memory.seen_by_all.push(all);
+        let (mut any, mut all) = ((usize::MAX, 0), (0, usize::MAX));
+        for seen in rows {
+            if !seen.is_empty() {
+                any = (any.0.min(seen.start), any.1.max(seen.end));
+            }
+            all = (all.0.max(seen.start), all.1.min(seen.end));
+        }
+        memory.seen_by_any.push(any.0.min(any.1)..any.1);
+        memory.seen_by_all.push(all.0..all.1);
     }
     Sizes { rows, panels, lanes, head_dim, dims, query_size }
 }

@@ -1,4 +1,5 @@
 //! AVX2 and AVX-512.
+#![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "as in the trait's module")]
 
 // Clippy lets tests import by wildcard, so there the expectation would not be met.
