@@ -195,7 +195,9 @@ fn latencies(mut allocate: impl FnMut(), rival: impl Fn() + Send + 'static) -> [
         times.push(timed(&mut allocate).0);
     }
     stop.store(true, Ordering::Relaxed);
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
     times.sort_unstable();
     [0.5, 0.99, 0.999, 1.0].map(|share| times[((times.len() - 1) as f64 * share) as usize])
 }

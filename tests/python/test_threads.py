@@ -268,15 +268,15 @@ def test_a_pool_goes_with_its_last_user():
     assert seq.num_computed == 7
 
 
-def test_a_million_tokens_end_on_a_small_stack():
+def test_a_chain_of_a_million_blocks_ends_on_a_small_stack():
     size = threading.stack_size(256 * 1024)
     try:
-        pool = kv.BlockPool(2**16, 4)
-        in_threads(lambda: publish(pool, range(2**18)))
+        pool = kv.BlockPool(2**20, 1)
+        in_threads(lambda: publish(pool, range(2**20)))
         pool.audit()
-        assert pool.num_idle == 2**16
+        assert pool.num_idle == 2**20
         in_threads(pool.reset_prefix_cache)
-        assert counts(pool) == (2**16, 0, 0, 0)
+        assert counts(pool) == (2**20, 0, 0, 0)
     finally:
         threading.stack_size(size)
 

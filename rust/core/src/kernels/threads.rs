@@ -1,40 +1,49 @@
 //! Dealing out work to threads.
 
 use std::process;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// The pool and the process that made it. Threads do not live on in a forked child, and work given to a pool
-/// without threads is never done; so a child makes a pool of its own.
-static POOL: RwLock<Option<(u32, Arc<ThreadPool>)>> = RwLock::new(None);
+/// A pool and the process that made it.
+struct Threads {
+    process: u32,
+    pool: ThreadPool,
+}
 
-fn pool() -> Option<Arc<ThreadPool>> {
+/// Threads do not live on in a forked child, and work given to a pool without threads is never done; so a
+/// child makes a pool of its own. There is no lock, which another thread might hold at the moment of the fork
+/// and so forever, and a parent's pool is never dropped: that would wait for threads that only the parent has.
+static THREADS: AtomicPtr<Threads> = AtomicPtr::new(ptr::null_mut());
+
+fn pool() -> Option<&'static ThreadPool> {
     let process = process::id();
-    if let Some((owner, pool)) = &*POOL.read().unwrap_or_else(PoisonError::into_inner)
-        && *owner == process
+    let found = THREADS.load(Ordering::Acquire);
+    // SAFETY: it is null or what was put there below, which is never changed or freed.
+    if let Some(threads) = unsafe { found.as_ref() }
+        && threads.process == process
     {
-        return Some(Arc::clone(pool));
+        return Some(&threads.pool);
     }
-    let mut place = POOL.write().unwrap_or_else(PoisonError::into_inner);
-    match &*place {
-        Some((owner, pool)) if *owner == process => Some(Arc::clone(pool)),
-        _ => {
-            let threads = ThreadPoolBuilder::new().thread_name(|index| format!("kvfolio-{index}"));
-            let pool = Arc::new(threads.build().ok()?);
-            if let Some((_, parents)) = place.replace((process, Arc::clone(&pool))) {
-                // Dropping it would wait for threads that only the parent has.
-                std::mem::forget(parents);
-            }
-            Some(pool)
+    let pool = ThreadPoolBuilder::new().thread_name(|index| format!("kvfolio-{index}")).build().ok()?;
+    let own = Box::into_raw(Box::new(Threads { process, pool }));
+    // Release: who finds it sees it whole.
+    let now = match THREADS.compare_exchange(found, own, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => own,
+        Err(other) => {
+            // SAFETY: nobody else has seen our own, since it was not put there.
+            drop(unsafe { Box::from_raw(own) });
+            other
         }
-    }
+    };
+    // SAFETY: as above; another thread of this process was quicker, or it is our own.
+    unsafe { now.as_ref() }.map(|threads| &threads.pool)
 }
 
 /// How many threads work is dealt out to; `RAYON_NUM_THREADS` sets it.
 pub(crate) fn count() -> usize {
-    pool().map_or(1, |pool| pool.current_num_threads())
+    pool().map_or(1, ThreadPool::current_num_threads)
 }
 
 /// Calls `work` for 0, 1, ... `items - 1`, each once, on several threads if `share`.

@@ -55,12 +55,15 @@ struct Units {
 impl Shared {
     /// The epoch that content is published in now.
     pub(crate) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
+        // Relaxed: whether content is of this epoch is told by the content.
+        self.epoch.load(Ordering::Relaxed)
     }
 
     /// Get the buckets of some keys at hand, before any branch depends on what is in one.
     fn touch(&self, keys: &[Key]) {
-        keys.iter().for_each(|key| self.index.touch(self.index.hash(key)));
+        for key in keys {
+            self.index.touch(self.index.hash(key));
+        }
     }
 
     /// A published block with this key, if there is one now; nothing is held.
@@ -316,7 +319,7 @@ impl Shared {
     /// From the change of the epoch on nobody finds what was published before it; the rest tidies up. What
     /// somebody publishes late, who had looked at the epoch before, is of the old one and is found by nobody.
     pub(crate) fn reset_prefix_cache(&self) {
-        let epoch = self.epoch.fetch_add(1, Ordering::AcqRel) + 1;
+        let epoch = self.epoch.fetch_add(1, Ordering::Relaxed) + 1;
         for block in self.all_blocks() {
             // With a reference of our own, so that it is not handed out and filled anew meanwhile. Refused if
             // somebody is about to take all that is free, this one included.

@@ -35,6 +35,10 @@ impl Leaving {
         self.len += 1;
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     pub(super) fn is_full(&self) -> bool {
         self.len == BATCH
     }

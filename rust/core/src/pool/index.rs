@@ -116,7 +116,7 @@ impl Index {
 
     /// All buckets, beginning with the one where the hash belongs.
     fn buckets_from(&self, hash: Hash) -> impl Iterator<Item = &Bucket> {
-        let home = ((hash.0 & u64::from(u32::MAX)) * self.buckets.len() as u64 >> 32) as usize;
+        let home = (((hash.0 & u64::from(u32::MAX)) * self.buckets.len() as u64) >> 32) as usize;
         self.buckets[home..].iter().chain(&self.buckets[..home])
     }
 
@@ -171,7 +171,9 @@ mod tests {
         let index = Index::new(200);
         let hash = Hash(0x1234_5678_9abc_def0);
         let all: HashSet<_> = (1..=200).map(BlockId::new).collect();
-        all.iter().for_each(|block| index.insert(hash, *block));
+        for block in &all {
+            index.insert(hash, *block);
+        }
         let seen = || {
             let mut seen = HashSet::new();
             index.find(hash, |block| !seen.insert(block));
@@ -179,9 +181,13 @@ mod tests {
         };
         assert_eq!(seen(), all);
         let (gone, left): (HashSet<_>, HashSet<_>) = all.iter().partition(|block| block.as_i32() % 3 == 0);
-        gone.iter().for_each(|block| index.remove(hash, *block));
+        for block in &gone {
+            index.remove(hash, *block);
+        }
         assert_eq!(seen(), left);
-        left.iter().for_each(|block| index.remove(hash, *block));
+        for block in &left {
+            index.remove(hash, *block);
+        }
         assert!(index.buckets.iter().all(|bucket| bucket.passed.load(Ordering::Relaxed) == 0));
         assert_eq!(index.len(), 0);
     }

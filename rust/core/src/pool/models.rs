@@ -395,7 +395,9 @@ fn who_writes_in_place_comes_after_all_who_read() {
         let (other, others) = (pool.clone(), Arc::clone(&owners));
         let reader = move || {
             let (hits, _) = other.shared().hold_prefix(&keys, None);
-            hits.iter().for_each(|block| others.read(*block));
+            for block in &hits {
+                others.read(*block);
+            }
             other.shared().drop_references(&hits);
         };
         at_once(reader, || {
@@ -415,7 +417,9 @@ fn who_evicts_comes_after_all_who_read() {
         let (other, others) = (pool.clone(), Arc::clone(&owners));
         let reader = move || {
             let (hits, _) = other.shared().hold_prefix(&keys, None);
-            hits.iter().for_each(|block| others.read(*block));
+            for block in &hits {
+                others.read(*block);
+            }
             other.shared().drop_references(&hits);
         };
         at_once(reader, || {

@@ -45,7 +45,9 @@ impl Shared {
     pub(super) fn take_claimed(&self, n: usize, claim: Claim, taken: &mut Vec<BlockId>) {
         let end = taken.len() + n;
         let claim_blank = |blocks: &[BlockId]| {
-            blocks.iter().for_each(|block| self.words[block.index()].claim_blank(claim));
+            for block in blocks {
+                self.words[block.index()].claim_blank(claim);
+            }
         };
         let mut start = taken.len();
         self.blank.take(n, taken);
@@ -144,7 +146,9 @@ impl Shared {
                 Left::InUse | Left::Quarantined | Left::Idle => {}
             }
         }
-        self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        if !leaving.is_empty() {
+            self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        }
         self.finish(blank, &dropped);
         missing
     }
