@@ -1,6 +1,6 @@
 //! What one thread may rely on while it is alone.
 
-use super::{BlockPool, Shared};
+use super::{BlockPool, Shared, word::Claim};
 use crate::{ids::BlockId, key::Key};
 
 fn key(number: u64) -> Key {
@@ -47,5 +47,27 @@ fn a_release_that_is_refused_changes_nothing() -> crate::Result<()> {
     pool.release(&lent)?;
     assert!(pool.release(&lent).is_err());
     assert_eq!((pool.num_free(), pool.ref_count(owned[0])?), (2, 1));
+    Ok(())
+}
+
+#[test]
+fn a_reset_leaves_all_that_is_free_blank() -> crate::Result<()> {
+    let pool = BlockPool::new(3, 1, true)?;
+    let blocks = published(pool.shared(), 0..3);
+    pool.shared().drop_references(&blocks[1..]);
+    assert_eq!((pool.num_free(), pool.num_idle()), (2, 2));
+    assert_eq!(pool.reset_prefix_cache(), 1);
+    assert_eq!((pool.num_free(), pool.num_idle()), (2, 0));
+    pool.shared().drop_references(&blocks[..1]);
+    assert_eq!((pool.num_free(), pool.num_idle()), (3, 0));
+    Ok(())
+}
+
+#[test]
+fn a_claim_of_another_kind_is_not_dropped() -> crate::Result<()> {
+    let pool = BlockPool::new(1, 1, true)?;
+    let owned = published(pool.shared(), 0..1);
+    assert_eq!(pool.shared().settle(owned.iter().copied(), Claim::Lent), Some(owned[0]));
+    assert_eq!((pool.num_free(), pool.ref_count(owned[0])?), (0, 1));
     Ok(())
 }

@@ -10,15 +10,16 @@ fn who_writes_in_place_comes_after_all_who_shared() {
         let blocks = allocate(pool.shared(), 1).unwrap();
         pool.shared().add_references(&blocks).unwrap();
         let (other, others, shared) = (pool.clone(), Arc::clone(&owners), blocks.clone());
-        let reader = move || {
-            others.read(shared[0]);
-            other.shared().drop_references(&shared);
-        };
-        at_once(reader, || {
+        let writer = move || {
             // Never published, so that the load of the word is all that there is.
-            if pool.shared().open(blocks[0]) == Opening::Open {
-                owners.write(blocks[0]);
+            if other.shared().open(shared[0]) == Opening::Open {
+                others.write(shared[0]);
             }
+        };
+        // The writer is the spawned thread: the other way round loom stops after one execution.
+        at_once(writer, || {
+            owners.read(blocks[0]);
+            pool.shared().drop_references(&blocks);
         });
     });
 }
@@ -101,5 +102,26 @@ fn who_has_a_unit_sees_the_idle_block_that_it_was_given_for() {
                 }
             },
         );
+    });
+}
+
+#[test]
+fn marks_lead_to_all_blank_blocks_when_nobody_is_at_work() {
+    check(|| {
+        let blank = Arc::new(BlankBlocks::new(4)); // in models three levels, of words of two bits
+        let churn = |blank: &BlankBlocks| {
+            let mut taken = Vec::new();
+            blank.take(2, &mut taken);
+            let mut back = Giving::new(blank);
+            for block in taken {
+                back.add(block);
+            }
+            back.finish();
+        };
+        let other = Arc::clone(&blank);
+        at_once(move || churn(&other), || churn(&blank));
+        let mut all = Vec::new();
+        blank.take(4, &mut all);
+        assert_eq!(all.len(), 4);
     });
 }

@@ -127,9 +127,17 @@ pub(super) enum Step {
 }
 
 impl Step {
-    pub(super) fn any(random: &mut Random) -> Self {
+    /// One of the kinds that a bit is set for; of the first few in any case. Runs that do not do everything go
+    /// deeper into what they do.
+    pub(super) fn any(random: &mut Random, kinds: usize) -> Self {
         let (few, some) = (1 + random.below(2), random.below(4));
-        match random.below(26) {
+        let kind = loop {
+            let kind = random.below(26);
+            if (kinds | 0b1000_0000_0010_0001) >> kind & 1 == 1 {
+                break kind;
+            }
+        };
+        match kind {
             0..=3 => Self::Take(few),
             4 => Self::Allocate(few),
             5..=7 => Self::Drop,

@@ -161,3 +161,10 @@ fn in_compacting() {
 fn in_a_reset() {
     check(&[Take(1), KEEP, Drop, Take(1), KEEP, Reset, DropAll]);
 }
+
+#[test]
+fn in_making_room() {
+    let mut script = vec![Take(1), KEEP, Drop];
+    script.extend([Hit(0, 1), Drop].repeat(6)); // each leaves an entry behind, until the log is compacted
+    check(&script);
+}

@@ -50,7 +50,8 @@ fn play_any(seed: u64, does_freeze: bool) -> Result<Vec<usize>, String> {
     let num_threads = 2 + random.below(2);
     let world = World::new(1 + random.below(6), num_threads, 1 + random.below(4));
     let num_steps = 2 + random.below(12);
-    let script = |random: &mut Random| (0..num_steps).map(|_| Step::any(random)).collect();
+    let kinds = random.below(usize::MAX) & random.below(usize::MAX);
+    let script = |random: &mut Random| (0..num_steps).map(|_| Step::any(random, kinds)).collect();
     let scripts: Vec<_> = (0..num_threads).map(|_| script(&mut random)).collect();
     let freeze = does_freeze.then(|| Freeze {
         thread: 0,
