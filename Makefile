@@ -11,7 +11,7 @@ export VENV
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python wheel format clean
+.PHONY: help demo test lint test-rust test-python mutants wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -30,13 +30,17 @@ lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	$(BIN)/mypy
 	cd tests && ../$(BIN)/python -m mypy.stubtest kvfolio._native
 
-test-rust: ## Tests of the Rust crate, models of its races, its documentation
+test-rust: ## Tests of the Rust crate, models of its races, seeded schedules, its documentation
 	cargo test --quiet -p kvfolio
 	RUSTFLAGS="--cfg loom" cargo test --quiet --target-dir target/loom -p kvfolio --lib models
+	RUSTFLAGS="--cfg schedules" cargo test --quiet --target-dir target/schedules -p kvfolio --lib schedules
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
 
 test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
 	$(BIN)/python -m pytest -q
+
+mutants: ## Break the pool at one place after the other, and see that a test notices
+	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
 
 wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
 

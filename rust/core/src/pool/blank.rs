@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Bits a word; in a model, few enough for a tree.
-const BITS: usize = if cfg!(loom) { 2 } else { u64::BITS as usize };
+const BITS: usize = if cfg!(any(loom, schedules)) { 2 } else { u64::BITS as usize };
 
 pub(super) struct BlankBlocks {
     /// From the blocks up to the one word at the top.
@@ -167,9 +167,9 @@ fn first_from(bits: u64, start: u32) -> usize {
 
 /// Where this thread begins to look, so that threads that allocate at once are not after the same words.
 fn preference() -> u32 {
-    #[cfg(loom)]
+    #[cfg(any(loom, schedules))]
     return 0; // a model must run the same way each time
-    #[cfg(not(loom))]
+    #[cfg(not(any(loom, schedules)))]
     {
         use std::sync::atomic::AtomicU32;
         static THREADS: AtomicU32 = AtomicU32::new(0);

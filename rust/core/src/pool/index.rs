@@ -17,9 +17,10 @@ use crate::{
     sync::{AtomicU64, Ordering, spin_loop},
 };
 
-const SLOTS: usize = 7;
+/// A cache line of them; under a schedule so few that entries pass full buckets.
+const SLOTS: usize = if cfg!(schedules) { 2 } else { 7 };
 /// Entries a bucket when every block of the pool is published.
-const LOAD: usize = 4;
+const LOAD: usize = if cfg!(schedules) { 1 } else { 4 };
 
 #[repr(align(64))]
 #[derive(Default)]
@@ -147,19 +148,19 @@ impl Bucket {
     }
 }
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, schedules)))]
 fn seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)
 }
 
 /// A model must run the same way each time.
-#[cfg(loom)]
+#[cfg(any(loom, schedules))]
 fn seed() -> u64 {
     0x9e37_79b9_7f4a_7c15
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(any(loom, schedules))))]
 mod tests {
     use std::collections::HashSet;
 

@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// Entries beyond twice the blocks, so that short logs are not compacted at every turn. Models need it to happen.
-pub(super) const SLACK: usize = if cfg!(loom) { 8 } else { 256 };
+pub(super) const SLACK: usize = if cfg!(any(loom, schedules)) { 8 } else { 256 };
 
 /// A position in the log: `lap << 32 | index in the ring`, so later ones are greater. Laps are told apart by
 /// 32 bits, which lasts for 2^32 times as many releases as the log has entries.

@@ -16,6 +16,10 @@ mod log;
 #[cfg(all(test, loom))]
 mod models;
 mod references;
+#[cfg(all(test, not(loom)))]
+mod rules;
+#[cfg(all(test, schedules))]
+mod schedules;
 mod stats;
 mod word;
 

@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a model that panics has failed")]
 
+mod orderings;
+
 use std::sync::Arc;
 
 use loom::{cell::UnsafeCell, thread};
