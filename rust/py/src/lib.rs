@@ -12,6 +12,8 @@ mod context;
 mod errors;
 mod kernels;
 mod plan;
+mod plan_buffers;
+mod plan_message;
 mod pool;
 mod sequence;
 mod table;
@@ -38,6 +40,7 @@ mod _native {
         context::PyContext,
         kernels::{attend, copy_blocks, write_kv},
         plan::PyPlan,
+        plan_buffers::PyPlanBuffers,
         pool::PyBlockPool,
         sequence::PySequence,
         table::PyBlockTable,
