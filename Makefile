@@ -24,7 +24,7 @@ test: ## Pass every check and every test
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
-	cargo clippy --quiet --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --workspace --all-targets --features kvfolio/internals -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

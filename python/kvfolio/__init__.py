@@ -15,6 +15,8 @@ from kvfolio._native import (
     Sequence,
     __version__,
     block_layout,
+    get_num_threads,
+    set_num_threads,
 )
 from kvfolio.errors import (
     BatchFull,
@@ -58,4 +60,6 @@ __all__ = [
     "TableMirror",
     "__version__",
     "block_layout",
+    "get_num_threads",
+    "set_num_threads",
 ]

@@ -19,6 +19,10 @@ __all__ = [
     "attend",
     "block_layout",
     "copy_blocks",
+    "cpu_capabilities",
+    "get_num_threads",
+    "read_memory",
+    "set_num_threads",
     "write_kv",
 ]
 
@@ -44,6 +48,7 @@ def attend(
     logit_softcap: float | None,
     alibi_slopes: NDArray[np.float32] | None,
     sinks: NDArray[np.float32] | None,
+    max_threads: int | None,
 ) -> None: ...
 def write_kv(
     dtype: str,
@@ -52,7 +57,13 @@ def write_kv(
     keys: NDArray[Any],
     values: NDArray[Any],
     slot_mapping: NDArray[np.int64],
+    *,
+    max_threads: int | None,
 ) -> None: ...
+def cpu_capabilities() -> list[str]: ...
+def get_num_threads() -> int: ...
+def set_num_threads(num_threads: SupportsIndex) -> None: ...
+def read_memory(arrays: list[NDArray[np.uint8]]) -> int: ...
 def copy_blocks(dtype: str, arrays: list[NDArray[Any]], copies: NDArray[np.int32]) -> None: ...
 
 @final

@@ -98,6 +98,8 @@ fn root_key(context: &Context, block_size: usize) -> Key {
 fn block_message(parent: &Key, tokens: &[i32], first: usize, extras: &[Extra]) -> Message {
     let last = first + tokens.len();
     let touching = || extras.iter().take_while(|extra| extra.start < last).filter(|extra| extra.stop > first);
+    #[cfg(test)]
+    counting::NUM_BLOCKS.with(|count| count.set(count.get() + 1));
     let mut message = Message::new(b'B');
     message.put(&(tokens.len() as u32).to_le_bytes());
     message.put(&(touching().count() as u32).to_le_bytes());
@@ -162,7 +164,23 @@ impl KeyChain {
     }
 }
 
+/// For tests of what is hashed how often.
 #[cfg(test)]
+pub(crate) mod counting {
+    thread_local! {
+        pub(super) static NUM_BLOCKS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    }
+
+    /// Blocks that `work` hashed.
+    pub(crate) fn hashed(work: impl FnOnce()) -> usize {
+        let before = NUM_BLOCKS.get();
+        work();
+        NUM_BLOCKS.get() - before
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "these are tests")]
 mod tests {
     use super::*;
 
@@ -177,6 +195,60 @@ mod tests {
         assert_eq!(hex(root), "ae82dd9a945907573b3717c55ff60f366ec3522875fd89a1f791427f674f9c06");
         let block = block_message(&root, &[1, 2, 3, 4], 0, &[]).finish();
         assert_eq!(hex(block), "84780e5e0cd8dfbba1847566aaa47a5c52582f56b623b2425abefa9ad640b8cb");
+    }
+
+    /// Block size, what the context has, the key of the third block. Computed as above.
+    const CHAINS: [(usize, &str, &str); 21] = [
+        (1, "none", "20f7b3bf3bba0c6abbb0ed6302f735be58be938ce1df2b7e69ef2723f08b5101"),
+        (1, "model", "b613b985107c8d3446cb694e0d6a5083d3038fac5767e7f770e7a78185e6b1ca"),
+        (1, "adapter", "82feb2602e6eda1829b8ddc14d1687466b98e6d0409db0c4f0f1614153a11f3b"),
+        (1, "tenant", "8161f2743cfeeb592b711e6b2e22bd0394c3340408ae83f82ab4b981bde05e1d"),
+        (1, "salt", "93e90feb2508ad70a9e271021cf0e52fbbce221f0518fba94053160f8d9c73a2"),
+        (1, "extras", "b4b3872cb12a09c59e2106b3795d1bc26d28652d50a1ed5ef2b77abc8a38a583"),
+        (1, "all", "63509ca0c9acf94717b9435a7f0cc37756535e6bf93eade09a96493dda050e62"),
+        (16, "none", "7b6ddb5050ffb178e0f99babb72610821acba890634747991b6f26ce527ba34e"),
+        (16, "model", "b472c0461020a478a5a6a16b4dfa2f5666e3971e76d94d2e28c1a8c160af1634"),
+        (16, "adapter", "0672b09cde3c1acdaa3bf7ba1057b3aaa5ad6cf67e9cdfb4d458b16ff1dbe45d"),
+        (16, "tenant", "efeb66bdcc3fcc16d698566b596ba4b883ad552b3de24d0aa5acf26084fc8be5"),
+        (16, "salt", "988a78d393ab1a0d144b169daf36663bd81e4d8d200a7b82dc1a5c61e4332ad7"),
+        (16, "extras", "db8829273f983ee210ffeda563f7551143e9cd8338737465b6b93edf0bbbb340"),
+        (16, "all", "bf1e63281a13785f0143a9149de7a4c6bef2d4908f3756191beec6f4f5eeb5fa"),
+        (128, "none", "35090b90d7f67b690fb67e55ccef263f97d9ee5bea8af419f43b15f90fe65527"),
+        (128, "model", "82bab3bd04e56388005647d84f99fdc0cd16d54f9cddd2365e16fee2b72d3325"),
+        (128, "adapter", "6dcd0b050e29b716c537a3a35c8aa28e6418db081ace6891f4e8f08de452fc90"),
+        (128, "tenant", "21518eaf30a1cc6127698cf5d5d88b69ef1d71f804e323d8460b3746619559c9"),
+        (128, "salt", "b7c188e6455c03d4a3f4a1fef1804dbdd87b6e6d5b2fb4bad55e0429c2de096d"),
+        (128, "extras", "4104ac5ba023cc36af97b275da05f2c283120039e7e8d31682a88d7e0c3eb8b8"),
+        (128, "all", "59c6eaca09a91d396b462d3f39ebed9adeebf2a2a75ad72db537529c68a59795"),
+    ];
+
+    #[test]
+    fn chains_are_the_same_in_every_process_and_version() {
+        for (block_size, case, key) in CHAINS {
+            let field = |name| {
+                if case == name || case == "all" { format!("of the {name}, é") } else { String::new() }
+            };
+            let mut context = Context::default();
+            (context.model, context.adapter) = (field("model"), field("adapter"));
+            (context.tenant, context.salt) = (field("tenant"), field("salt"));
+            let extra = |start, stop, digest| Extra::new(start, stop, digest).unwrap();
+            let extras = match case {
+                "extras" | "all" => vec![
+                    extra(0, 1, b"".as_slice()),
+                    extra(block_size - 1, block_size + 1, b"one"),
+                    extra(2 * block_size, 2 * block_size + 3, b"two"),
+                ],
+                _ => Vec::new(),
+            };
+            let context = context.with_extras(extras);
+            let tokens: Vec<_> =
+                (0..3 * block_size as u64).map(|i| (i * 2_654_435_761 % (1 << 31)) as i32).collect();
+            let mut chain = KeyChain::new(&context, block_size);
+            for num_blocks in [1, 3] {
+                chain.extend(&tokens, context.extras(), block_size, num_blocks);
+            }
+            assert_eq!(hex(chain.keys()[2]), key, "{block_size} {case}");
+        }
     }
 
     #[test]

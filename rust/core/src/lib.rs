@@ -26,6 +26,9 @@ mod context;
 mod error;
 mod holds;
 mod ids;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 pub mod kernels;
 mod key;
 mod plan;

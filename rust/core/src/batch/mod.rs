@@ -2,6 +2,8 @@
 
 mod choice;
 mod flight;
+#[cfg(test)]
+mod hashing;
 mod lanes;
 mod plans;
 mod rows;

@@ -54,7 +54,7 @@ impl BlankBlocks {
         }
     }
 
-    /// Append up to `most` blocks to `taken`, those with the lowest ids that the marks lead to.
+    /// Append up to `most` blocks to `taken` that the marks lead to.
     pub(super) fn take(&self, most: usize, taken: &mut Vec<BlockId>) {
         let end = taken.len() + most;
         while taken.len() < end
@@ -91,6 +91,7 @@ impl BlankBlocks {
 
     /// A word of the lowest level that has a bit, or had one a moment ago.
     fn find(&self) -> Option<usize> {
+        let start = preference();
         'search: loop {
             let mut index = 0;
             for (level, words) in self.levels.iter().enumerate().skip(1).rev() {
@@ -102,7 +103,7 @@ impl BlankBlocks {
                     self.unmark_at(level + 1, index);
                     continue 'search;
                 }
-                index = index * BITS + bits.trailing_zeros() as usize;
+                index = index * BITS + first_from(bits, start);
             }
             let is_empty = self.levels.len() == 1 && self.levels[0][0].load(Ordering::Relaxed) == 0;
             return (!is_empty).then_some(index);
@@ -142,6 +143,11 @@ impl BlankBlocks {
         }
     }
 
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        self.levels.iter().map(|words| size_of_val(&**words)).sum()
+    }
+
     /// Every blank block once, for the audit; exact while no other thread is at work.
     pub(super) fn snapshot(&self) -> Vec<BlockId> {
         let ids = |(word, bits): (usize, &AtomicU64)| {
@@ -151,6 +157,27 @@ impl BlankBlocks {
                 .map(move |bit| BlockId::new((word * BITS + bit) as u32))
         };
         self.levels[0].iter().enumerate().flat_map(ids).collect()
+    }
+}
+
+/// The first bit that is set from `start` on, and round.
+fn first_from(bits: u64, start: u32) -> usize {
+    ((bits.rotate_right(start).trailing_zeros() + start) % u64::BITS) as usize
+}
+
+/// Where this thread begins to look, so that threads that allocate at once are not after the same words.
+fn preference() -> u32 {
+    #[cfg(loom)]
+    return 0; // a model must run the same way each time
+    #[cfg(not(loom))]
+    {
+        use std::sync::atomic::AtomicU32;
+        static THREADS: AtomicU32 = AtomicU32::new(0);
+        thread_local! {
+            // Steps of the golden ratio are as far apart as can be, however many there are.
+            static START: u32 = THREADS.fetch_add(1, Ordering::Relaxed).wrapping_mul(39) % u64::BITS;
+        }
+        START.with(|start| *start)
     }
 }
 

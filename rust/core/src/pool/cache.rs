@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Keys hashed ahead of a look-up, so that a long prompt which is not cached costs little.
-const LOOK_AHEAD: usize = 64;
+const LOOK_AHEAD: usize = 32;
 
 /// Whether a block may be written in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,10 +45,25 @@ enum Hit {
     Absent,
 }
 
+/// Units of the free blocks for hits on idle ones.
+#[derive(Default)]
+struct Units {
+    in_hand: usize,
+    spent: usize,
+}
+
 impl Shared {
     /// The epoch that content is published in now.
     pub(crate) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
+        // Relaxed: whether content is of this epoch is told by the content.
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// Get the buckets of some keys at hand, before any branch depends on what is in one.
+    fn touch(&self, keys: &[Key]) {
+        for key in keys {
+            self.index.touch(self.index.hash(key));
+        }
     }
 
     /// A published block with this key, if there is one now; nothing is held.
@@ -74,6 +89,7 @@ impl Shared {
             chain.extend(tokens, extras, self.block_size, stop);
             let keys = chain.keys().get(range.start..stop.min(chain.keys().len())).unwrap_or(&[]);
             let before = found.len();
+            self.touch(keys);
             found.extend(keys.iter().map_while(|key| self.find(key, epoch)));
             if found.len() - before < stop - range.start {
                 break;
@@ -87,14 +103,52 @@ impl Shared {
     /// epoch that they are of; nothing if that is not the expected one.
     pub(crate) fn hold_prefix(&self, keys: &[Key], expected_epoch: Option<u64>) -> (Vec<BlockId>, u64) {
         let epoch = self.epoch();
+        let mut held = Vec::new();
         if expected_epoch.is_some_and(|expected| expected != epoch) {
-            return (Vec::new(), epoch);
+            return (held, epoch);
         }
-        let held = |key| match self.hit(key, epoch) {
-            Hit::Held(block) => Some(block),
-            Hit::Refused | Hit::Absent => None,
-        };
-        (keys.iter().map_while(held).collect(), epoch)
+        for keys in keys.chunks(LOOK_AHEAD) {
+            let before = held.len();
+            self.hold_batch(keys, epoch, &mut held);
+            if held.len() - before < keys.len() {
+                break;
+            }
+        }
+        (held, epoch)
+    }
+
+    /// The same for a few keys. All look-ups come first: they overlap in the processor, which claims, being
+    /// atomic updates, would not let them.
+    fn hold_batch(&self, keys: &[Key], epoch: u64, held: &mut Vec<BlockId>) {
+        let mut found = [BlockId::NULL; LOOK_AHEAD];
+        let mut num_idle = 0;
+        let mut num_found = 0;
+        self.touch(keys);
+        for (key, found) in keys.iter().zip(&mut found) {
+            let Some(block) = self.find(key, epoch) else {
+                break;
+            };
+            *found = block;
+            num_found += 1;
+            num_idle += usize::from(self.is_idle(block));
+        }
+        // Units for all that are idle, and one at a time if that is too many by now.
+        let mut units = Units::default();
+        if self.reserve(num_idle) {
+            units.in_hand = num_idle;
+        }
+        for (key, block) in keys.iter().zip(&found[..num_found]) {
+            let is_wanted = |block| self.contents.is(block, key, epoch);
+            let hit = match self.hit_block(*block, is_wanted, &mut units) {
+                Hit::Absent => self.hit(key, epoch, &mut units), // it went; perhaps there is another
+                hit => hit,
+            };
+            let Hit::Held(block) = hit else {
+                break;
+            };
+            held.push(block);
+        }
+        self.finish_hits(&units);
     }
 
     /// Whether one more reference to a block could be counted.
@@ -120,56 +174,58 @@ impl Shared {
     }
 
     /// A reference to a block with this key.
-    fn hit(&self, key: &Key, epoch: u64) -> Hit {
+    fn hit(&self, key: &Key, epoch: u64, units: &mut Units) -> Hit {
         let mut hit = Hit::Absent;
         self.index.find(self.index.hash(key), |block| {
-            hit = self.hit_block(block, |block| self.contents.is(block, key, epoch));
+            hit = self.hit_block(block, |block| self.contents.is(block, key, epoch), units);
             hit != Hit::Absent
         });
         hit
     }
 
     /// A reference to a block that is published and holds what is wanted. An idle one takes a unit of the free
-    /// first, so that nobody is promised the same block.
-    fn hit_block(&self, block: BlockId, is_wanted: impl Fn(BlockId) -> bool) -> Hit {
+    /// first, so that nobody is promised the same block: one of `units`, which are in the caller's hands, or
+    /// another.
+    fn hit_block(&self, block: BlockId, is_wanted: impl Fn(BlockId) -> bool, units: &mut Units) -> Hit {
         let word = &self.words[block.index()];
         let mut seen = word.load();
-        let mut has_unit = false;
-        let hit = loop {
+        loop {
             if !seen.is_published() || !is_wanted(block) {
-                break Hit::Absent;
-            }
-            if !seen.has_room_for(1) {
-                break Hit::Refused;
-            }
-            if seen.is_idle() && !has_unit {
-                has_unit = self.reserve(1);
-                if !has_unit {
-                    break Hit::Refused;
-                }
-            }
-            match word.claim_found(Claim::Owned, seen) {
-                Ok(()) => break Hit::Held(block),
-                Err(now) => seen = now,
-            }
-        };
-        let took_idle = hit == Hit::Held(block) && seen.is_idle();
-        if took_idle {
-            self.idle.fetch_sub(1, Ordering::Relaxed);
-        } else if has_unit {
-            self.give_free(1);
-        }
-        if let Hit::Held(_) = hit {
-            if seen.is_quarantined() {
-                self.quarantined.fetch_sub(1, Ordering::Relaxed);
-            }
-            // Since it was looked at it may have been given other content and have come back to the same word.
-            if !is_wanted(block) {
-                self.drop_references(&[block]);
                 return Hit::Absent;
             }
+            if !seen.has_room_for(1) {
+                return Hit::Refused;
+            }
+            if seen.is_idle() && units.in_hand == 0 {
+                if !self.reserve(1) {
+                    return Hit::Refused;
+                }
+                units.in_hand = 1;
+            }
+            match word.claim_found(Claim::Owned, seen) {
+                Ok(()) => break,
+                Err(now) => seen = now,
+            }
         }
-        hit
+        if seen.is_idle() {
+            units.in_hand -= 1;
+            units.spent += 1;
+        } else if seen.is_quarantined() {
+            self.quarantined.fetch_sub(1, Ordering::Relaxed);
+        }
+        // Since it was looked at it may have been given other content and have come back to the same word.
+        if is_wanted(block) {
+            return Hit::Held(block);
+        }
+        self.drop_references(&[block]);
+        Hit::Absent
+    }
+
+    fn finish_hits(&self, units: &Units) {
+        if units.spent > 0 {
+            self.idle.fetch_sub(units.spent as isize, Ordering::Relaxed);
+        }
+        self.give_free(units.in_hand);
     }
 
     /// Make full blocks of the caller's findable, or find those that are already: of equal blocks the first
@@ -190,21 +246,27 @@ impl Shared {
         if epoch != self.epoch() {
             return merged;
         }
-        for (index, (&block, key)) in blocks.iter().zip(keys).enumerate() {
-            if block.is_null() || self.words[block.index()].load().is_published() {
-                continue;
-            }
-            let equal = if merge {
-                self.hit(key, epoch)
-            } else {
-                self.find(key, epoch).map_or(Hit::Absent, |_| Hit::Refused)
-            };
-            match equal {
-                Hit::Held(equal) => merged.push((index, equal)),
-                Hit::Refused => {}
-                Hit::Absent => self.publish_as(block, key, epoch),
+        let mut units = Units::default();
+        for (batch, keys) in keys.chunks(LOOK_AHEAD).enumerate() {
+            self.touch(keys);
+            for (key, index) in keys.iter().zip(batch * LOOK_AHEAD..) {
+                let block = blocks[index];
+                if block.is_null() || self.words[block.index()].load().is_published() {
+                    continue;
+                }
+                let equal = if merge {
+                    self.hit(key, epoch, &mut units)
+                } else {
+                    self.find(key, epoch).map_or(Hit::Absent, |_| Hit::Refused)
+                };
+                match equal {
+                    Hit::Held(equal) => merged.push((index, equal)),
+                    Hit::Refused => {}
+                    Hit::Absent => self.publish_as(block, key, epoch),
+                }
             }
         }
+        self.finish_hits(&units);
         merged
     }
 
@@ -257,17 +319,17 @@ impl Shared {
     /// From the change of the epoch on nobody finds what was published before it; the rest tidies up. What
     /// somebody publishes late, who had looked at the epoch before, is of the old one and is found by nobody.
     pub(crate) fn reset_prefix_cache(&self) {
-        let epoch = self.epoch.fetch_add(1, Ordering::AcqRel) + 1;
+        let epoch = self.epoch.fetch_add(1, Ordering::Relaxed) + 1;
         for block in self.all_blocks() {
             // With a reference of our own, so that it is not handed out and filled anew meanwhile. Refused if
             // somebody is about to take all that is free, this one included.
             let is_outdated = |block| !self.contents.is_of(block, epoch);
-            if self.words[block.index()].load().is_published()
-                && self.hit_block(block, is_outdated) == Hit::Held(block)
-            {
+            let mut units = Units::default();
+            if self.hit_block(block, is_outdated, &mut units) == Hit::Held(block) {
                 self.unpublish(block);
                 self.drop_references(&[block]);
             }
+            self.finish_hits(&units);
         }
     }
 

@@ -48,6 +48,11 @@ impl Contents {
         self.epochs[block.index()].load(Ordering::Relaxed) == epoch as u32
     }
 
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.keys) + size_of_val(&*self.epochs)
+    }
+
     /// The key that the block had last.
     pub(super) fn key(&self, block: BlockId) -> Key {
         Key::from_words(std::array::from_fn(|word| self.keys[block.index()].0[word].load(Ordering::Relaxed)))

@@ -10,6 +10,7 @@
 use super::{
     Shared,
     blank::Giving,
+    index::Hash,
     log::{Entry, Position, SLACK},
     word::{Claim, Left},
 };
@@ -32,6 +33,10 @@ impl Leaving {
     pub(super) fn add(&mut self, block: BlockId) {
         self.blocks[self.len] = block;
         self.len += 1;
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -59,6 +64,7 @@ impl Shared {
     ) {
         let num_leaving = std::mem::take(&mut leaving.len);
         let mut next = self.log.reserve(num_leaving);
+        let mut num_idle = 0;
         for &block in &leaving.blocks[..num_leaving] {
             let place = next;
             next = next.map(|position| self.log.after(position, 1));
@@ -72,19 +78,20 @@ impl Shared {
             match left {
                 Left::Blank => blank.add(block),
                 Left::Idle => {
-                    self.idle.fetch_add(1, Ordering::Relaxed);
                     let entered = place.is_some_and(|place| self.log.enter(place, block));
                     if !entered {
                         self.enter_again(block, place.unwrap_or(Position::NOWHERE));
                     }
-                    dropped.units += 1;
+                    num_idle += 1;
                 }
                 // Somebody has hit it meanwhile: it is his to release.
                 Left::InUse | Left::Quarantined => {}
                 Left::WouldBeIdle | Left::Missing => debug_assert!(false, "{block:?}: {left:?}"),
             }
         }
-        if dropped.units > 0 {
+        if num_idle > 0 {
+            dropped.units += num_idle;
+            self.idle.fetch_add(num_idle as isize, Ordering::Relaxed);
             self.make_room();
         }
     }
@@ -134,6 +141,7 @@ impl Shared {
     /// blank rather than that anybody waits.
     fn forget_idle(&self, block: BlockId) {
         if self.claim_idle(block, Claim::Hold) {
+            self.forget(&[block]);
             let mut blank = Giving::new(&self.blank);
             let left = self.words[block.index()].drop_claim(Claim::Hold, false);
             debug_assert_eq!(left, Left::Blank);
@@ -142,20 +150,34 @@ impl Shared {
         }
     }
 
-    /// Take an idle block: it is the caller's alone, and cannot be found any more.
+    /// Take an idle block: it is the caller's alone, who takes it out of the index.
     fn claim_idle(&self, block: BlockId, claim: Claim) -> bool {
-        if !self.words[block.index()].claim_idle(claim) {
-            return false;
+        let is_ours = self.words[block.index()].claim_idle(claim);
+        if is_ours {
+            self.log.set_place(block, Position::NOWHERE);
         }
-        self.idle.fetch_sub(1, Ordering::Relaxed);
-        self.log.set_place(block, Position::NOWHERE);
-        self.index.remove(self.index.hash(&self.contents.key(block)), block);
-        true
+        is_ours
+    }
+
+    /// Blocks that the caller has claimed cannot be found any more.
+    fn forget(&self, blocks: &[BlockId]) {
+        self.idle.fetch_sub(blocks.len() as isize, Ordering::Relaxed);
+        for blocks in blocks.chunks(BATCH) {
+            // All look-ups first: they overlap in the processor as long as nothing is written.
+            let mut hashes = [Hash::default(); BATCH];
+            for (hash, block) in hashes.iter_mut().zip(blocks) {
+                *hash = self.index.hash(&self.contents.key(*block));
+                self.index.touch(*hash);
+            }
+            for (hash, block) in hashes.iter().zip(blocks) {
+                self.index.remove(*hash, *block);
+            }
+        }
     }
 
     /// Hand out up to `most` idle blocks, units for which are in the caller's hands.
     pub(super) fn evict(&self, most: usize, claim: Claim, taken: &mut Vec<BlockId>) {
-        let end = taken.len() + most;
+        let (start, end) = (taken.len(), taken.len() + most);
         let mut position = self.log.head();
         while taken.len() < end && position < self.log.tail() {
             match self.log.read(position) {
@@ -175,7 +197,8 @@ impl Shared {
             position = self.log.after(position, 1);
         }
         self.log.pass(position);
-        self.counters.evictions.add(taken.len() + most - end);
+        self.forget(&taken[start..]);
+        self.counters.evictions.add(taken.len() - start);
     }
 
     /// The entry of a block that is in use is to be passed: its place is gone, so that who returns it enters it
@@ -197,7 +220,7 @@ impl Shared {
     }
 
     /// Move what counts to the end of the log, in its order.
-    fn compact(&self) {
+    pub(super) fn compact(&self) {
         let stop = self.log.tail();
         let mut position = self.log.head();
         while position < stop {

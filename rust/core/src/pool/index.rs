@@ -34,7 +34,7 @@ pub(super) struct Index {
 }
 
 /// Where a key belongs in the index.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Hash(pub(super) u64);
 
 impl Index {
@@ -50,6 +50,13 @@ impl Index {
         let [first, second, ..] = key.words();
         let product = u128::from(first ^ self.seed) * u128::from(second | 1);
         Hash(product as u64 ^ (product >> 64) as u64)
+    }
+
+    /// Read the bucket where the hash belongs, so that it is at hand.
+    pub(super) fn touch(&self, hash: Hash) {
+        if let Some(bucket) = self.buckets_from(hash).next() {
+            std::hint::black_box(bucket.passed.load(Ordering::Relaxed));
+        }
     }
 
     /// The first block under this hash that the caller says is the one.
@@ -108,8 +115,13 @@ impl Index {
 
     /// All buckets, beginning with the one where the hash belongs.
     fn buckets_from(&self, hash: Hash) -> impl Iterator<Item = &Bucket> {
-        let home = ((hash.0 & u64::from(u32::MAX)) * self.buckets.len() as u64 >> 32) as usize;
+        let home = (((hash.0 & u64::from(u32::MAX)) * self.buckets.len() as u64) >> 32) as usize;
         self.buckets[home..].iter().chain(&self.buckets[..home])
+    }
+
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.buckets)
     }
 
     /// Entries, for the audit.
@@ -158,7 +170,9 @@ mod tests {
         let index = Index::new(200);
         let hash = Hash(0x1234_5678_9abc_def0);
         let all: HashSet<_> = (1..=200).map(BlockId::new).collect();
-        all.iter().for_each(|block| index.insert(hash, *block));
+        for block in &all {
+            index.insert(hash, *block);
+        }
         let seen = || {
             let mut seen = HashSet::new();
             index.find(hash, |block| !seen.insert(block));
@@ -166,9 +180,13 @@ mod tests {
         };
         assert_eq!(seen(), all);
         let (gone, left): (HashSet<_>, HashSet<_>) = all.iter().partition(|block| block.as_i32() % 3 == 0);
-        gone.iter().for_each(|block| index.remove(hash, *block));
+        for block in &gone {
+            index.remove(hash, *block);
+        }
         assert_eq!(seen(), left);
-        left.iter().for_each(|block| index.remove(hash, *block));
+        for block in &left {
+            index.remove(hash, *block);
+        }
         assert!(index.buckets.iter().all(|bucket| bucket.passed.load(Ordering::Relaxed) == 0));
         assert_eq!(index.len(), 0);
     }

