@@ -20,10 +20,6 @@ from peers import plain_python
 
 BLOCK_SIZE = 16
 RUNS = 24
-ARRAYS = (
-    "rows token_ids positions query_start_loc seq_lens block_table slot_mapping copies last_page_len logits_rows "
-    "logits_indices table_updates skipped never_fit"
-).split()
 
 
 def best(work: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None) -> float:
@@ -57,10 +53,9 @@ def kvfolio_step(num_sequences: int, length: int) -> float:
     def steps() -> None:
         for _ in range(BLOCK_SIZE):
             plan = batch.plan()
-            plan.rows, plan.token_ids, plan.positions, plan.query_start_loc  # noqa: B018
-            plan.seq_lens, plan.block_table, plan.slot_mapping, plan.copies  # noqa: B018
-            plan.last_page_len, plan.logits_rows, plan.logits_indices  # noqa: B018
-            plan.table_updates, plan.skipped, plan.never_fit  # noqa: B018
+            _ = plan.rows, plan.token_ids, plan.positions, plan.query_start_loc, plan.seq_lens
+            _ = plan.block_table, plan.slot_mapping, plan.copies, plan.last_page_len, plan.table_updates
+            _ = plan.logits_rows, plan.logits_indices, plan.skipped, plan.never_fit
             plan.commit()
             plan.extend(tokens)
 
@@ -108,7 +103,7 @@ def csr_and_memcpy(num_sequences: int, length: int) -> tuple[float, float]:
         plans.append(batch.plan())
 
     def read() -> None:
-        plans[0].page_indptr, plans[0].page_indices, plans[0].last_page_len  # noqa: B018
+        _ = plans[0].page_indptr, plans[0].page_indices, plans[0].last_page_len
 
     csr = best(read, 15, plan)
     source = plans.pop().page_indices.copy()
@@ -132,7 +127,7 @@ def admissions(length: int) -> tuple[float, float, float, float]:
         current.append(pool.sequence(tokens))
         batch.add(current[0])
         plan = batch.plan()
-        plan.token_ids, plan.positions, plan.block_table, plan.slot_mapping  # noqa: B018
+        _ = plan.token_ids, plan.positions, plan.block_table, plan.slot_mapping
         plan.commit()
 
     prompts = [prompt(length, i) for i in range(15)]
@@ -175,7 +170,9 @@ def line(what: str, took: float, goal: float | None, plain: float | None = None)
 
 def main() -> None:
     """Print the table."""
-    print(f"kvfolio {kv.__version__}, Python {sys.version.split()[0]}, numpy {np.__version__}; microseconds\n")
+    print(
+        f"kvfolio {kv.__version__}, Python {sys.version.split()[0]}, numpy {np.__version__}; microseconds\n"
+    )
     print(f"{'':44} {'kvfolio':>8}   {'goal':>7}   {'':6} {'plain Python':>10}   ratio")
     steps = {}
     for num, length, goal in ((256, 1000, 10), (1024, 1000, 40), (256, 32_000, 15)):

@@ -15,6 +15,8 @@ mod context;
 mod errors;
 mod kernels;
 mod plan;
+mod plan_buffers;
+mod plan_message;
 mod pool;
 mod sequence;
 mod table;
@@ -43,6 +45,7 @@ mod _native {
             attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads, write_kv,
         },
         plan::PyPlan,
+        plan_buffers::PyPlanBuffers,
         pool::PyBlockPool,
         sequence::PySequence,
         table::PyBlockTable,

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     ids::BlockId,
-    plan::{Cursor, FlightStep, PlanArrays, PlanLists, PlanShared},
+    plan::{Cursor, Extent, FlightStep, OutTable, PlanArrays, PlanLists, PlanShared},
     pool::Opening,
     sequence::{NewStep, PlanId, check_length},
 };
@@ -26,11 +26,16 @@ pub(super) struct Taken {
 const MOST_ROUNDS: usize = 100;
 
 impl BatchState {
-    pub(super) fn plan(&mut self, request: &PlanRequest<'_>) -> Result<(Arc<PlanShared>, Arc<PlanArrays>)> {
+    pub(super) fn plan(
+        &mut self,
+        request: &PlanRequest<'_>,
+        out: Option<&mut OutTable>,
+    ) -> Result<(Arc<PlanShared>, Arc<PlanArrays>)> {
         let mut choice = std::mem::take(&mut self.choice);
         let mut taken = std::mem::take(&mut self.taken);
-        let plan =
-            self.choose_and_take(request, &mut choice, &mut taken).map(|()| self.take_off(&choice, &taken));
+        let plan = self
+            .choose_and_take(request, out.as_ref().map(|out| out.extent), &mut choice, &mut taken)
+            .map(|()| self.take_off(&choice, &taken, out));
         (self.choice, self.taken) = (choice, taken);
         plan
     }
@@ -40,11 +45,13 @@ impl BatchState {
     fn choose_and_take(
         &mut self,
         request: &PlanRequest<'_>,
+        room: Option<Extent>,
         choice: &mut Choice,
         taken: &mut Taken,
     ) -> Result<()> {
         self.choose(request, choice)?;
         for _ in 0..MOST_ROUNDS {
+            check_room(room, choice.extent)?;
             if choice.needed <= self.pool.num_free() && self.take(choice, taken)? {
                 return Ok(());
             }
@@ -100,11 +107,16 @@ impl BatchState {
     }
 
     /// The rows take their steps; this cannot fail.
-    fn take_off(&mut self, choice: &Choice, taken: &Taken) -> (Arc<PlanShared>, Arc<PlanArrays>) {
+    fn take_off(
+        &mut self,
+        choice: &Choice,
+        taken: &Taken,
+        out: Option<&mut OutTable>,
+    ) -> (Arc<PlanShared>, Arc<PlanArrays>) {
         let (memory, mut lists) = self.plans.recycle();
         let id = self.rows.flights.begin();
         let mut recycler = std::mem::take(&mut self.recycler);
-        let arrays = recycler.write(choice.extent, self.pool.block_size(), |arrays| {
+        let arrays = recycler.write(choice.extent, self.pool.block_size(), out, |arrays| {
             let mut fresh = taken.fresh.iter().copied();
             let mut openings = taken.openings.iter().copied();
             let mut at = Cursor::default();
@@ -392,6 +404,19 @@ impl BatchState {
         }
         true
     }
+}
+
+fn check_room(room: Option<Extent>, needed: Extent) -> Result<()> {
+    let Some(room) = room else { return Ok(()) };
+    if needed.num_rows <= room.num_rows && needed.num_tokens <= room.num_tokens && needed.width <= room.width
+    {
+        return Ok(());
+    }
+    let Extent { num_rows, num_tokens, width } = needed;
+    let allowed = format!("large enough for {num_rows} rows, {num_tokens} tokens, {width} blocks a row");
+    let Extent { num_rows, num_tokens, width } = room;
+    let came = format!("one for {num_rows}, {num_tokens} and {width}");
+    Err(Error::argument("out", allowed, came))
 }
 
 fn check_accepted(plan: &PlanShared, accepted: &[usize]) -> Result<()> {

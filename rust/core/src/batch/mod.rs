@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result, check_range},
     holds::Holds,
     ids::{UNKNOWN_TOKEN, check_tokens},
-    plan::{Plan, Recycler, ToldTables},
+    plan::{OutTable, Plan, Recycler, ToldTables},
     pool::BlockPool,
     sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length},
     sync::{Mutex, MutexGuard},
@@ -258,7 +258,13 @@ impl Batch {
 
     /// Allocate for the next step: all of it or, if `partial`, the rows that fit.
     pub fn plan(&self, request: &PlanRequest<'_>) -> Result<Plan> {
-        let (shared, arrays) = self.0.lock()?.plan(request)?;
+        let (shared, arrays) = self.0.lock()?.plan(request, None)?;
+        Ok(Plan::new(Arc::clone(&self.0), shared, arrays))
+    }
+
+    /// The same, with the block table in the caller's memory, which no other batch may write into.
+    pub fn plan_into(&self, request: &PlanRequest<'_>, out: &mut OutTable) -> Result<Plan> {
+        let (shared, arrays) = self.0.lock()?.plan(request, Some(out))?;
         Ok(Plan::new(Arc::clone(&self.0), shared, arrays))
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::table_buffer::{Seen, TableBuffer, ToldTables};
+use super::table_buffer::{OutTable, Seen, TableBuffer, ToldTables};
 use crate::{ids::BlockId, table::Table};
 
 /// The page table in compressed sparse rows, as `FlashInfer` reads it.
@@ -32,6 +32,7 @@ pub struct PlanArrays {
     pub(crate) skipped: Vec<i32>,
     pub(crate) never_fit: Vec<i32>,
     block_table: TableBuffer,
+    has_lent_table: bool,
     num_logits: usize,
     width: usize,
     block_size: usize,
@@ -158,20 +159,34 @@ impl PlanArrays {
         self.max_seq_len
     }
 
+    /// Whether the block table was written into memory of the caller's instead.
+    pub fn has_lent_table(&self) -> bool {
+        self.has_lent_table
+    }
+
     /// The block table's cells, how many of a row count, and how far its rows lie apart; it is padded with
-    /// the null block.
+    /// the null block. Not to be used of arrays with a lent table.
     pub fn block_table(&self) -> (&[i32], usize, usize) {
         (self.block_table.cells(), self.width, self.block_table.stride())
     }
 
     /// The same table in CSR form, made when first asked for.
     pub fn csr(&self) -> &Csr {
+        let (cells, _, stride) = self.block_table();
+        self.csr_of(cells, stride)
+    }
+
+    /// The same, if the block table was lent: of cells in which rows lie `stride` apart. What is made first,
+    /// stays.
+    pub fn csr_of(&self, cells: &[i32], stride: usize) -> &Csr {
         self.csr.get_or_init(|| {
-            let mut csr = Csr { indptr: Vec::with_capacity(self.rows.len() + 1), indices: Vec::new() };
+            let pages = |seq_len: i32| (seq_len as usize).div_ceil(self.block_size);
+            let total = self.seq_lens.iter().map(|seq_len| pages(*seq_len)).sum();
+            let mut csr =
+                Csr { indptr: Vec::with_capacity(self.rows.len() + 1), indices: Vec::with_capacity(total) };
             csr.indptr.push(0);
             for (index, seq_len) in self.seq_lens.iter().enumerate() {
-                let pages = (*seq_len as usize).div_ceil(self.block_size);
-                csr.indices.extend_from_slice(&self.block_table.row(index)[..pages]);
+                csr.indices.extend_from_slice(&cells[index * stride..][..pages(*seq_len)]);
                 csr.indptr.push(csr.indices.len() as i32);
             }
             csr
@@ -193,7 +208,6 @@ impl PlanArrays {
         self.table_updates.clear();
         self.skipped.clear();
         self.never_fit.clear();
-        self.block_table.fit(num_rows, width);
         (self.num_logits, self.width, self.block_size) = (0, width, block_size);
         (self.max_query_len, self.max_seq_len) = (0, 0);
         self.csr = OnceLock::new();
@@ -211,7 +225,7 @@ impl PlanArrays {
         *at = Cursor { index: index + count, token: token + count };
         self.num_logits += count;
         self.max_query_len = self.max_query_len.max(usize::from(count > 0));
-        let token_rows = TokenRows {
+        TokenRows {
             block_size: self.block_size as i64,
             first_token: token,
             rows: &mut self.rows[index..][..count],
@@ -224,8 +238,7 @@ impl PlanArrays {
             logits_rows: &mut self.logits_rows[logits..][..count],
             logits_indices: &mut self.logits_indices[logits..][..count],
             seen: self.block_table.seen_from(index, count),
-        };
-        token_rows
+        }
     }
 
     pub(crate) fn note_seq_len(&mut self, seq_len: usize) {
@@ -311,13 +324,23 @@ impl Recycler {
         &mut self,
         extent: Extent,
         block_size: usize,
+        out: Option<&mut OutTable>,
         fill: impl FnOnce(&mut PlanArrays),
     ) -> Arc<PlanArrays> {
         let unused = self.kept.iter_mut().position(|arrays| Arc::get_mut(arrays).is_some());
         let mut arrays = unused.map_or_else(Arc::default, |index| self.kept.swap_remove(index));
         if let Some(arrays) = Arc::get_mut(&mut arrays) {
             arrays.start(extent, block_size);
-            fill(arrays);
+            arrays.has_lent_table = out.is_some();
+            if let Some(out) = out {
+                std::mem::swap(&mut arrays.block_table, &mut out.buffer);
+                fill(arrays);
+                std::mem::swap(&mut arrays.block_table, &mut out.buffer);
+                out.clear_from(extent.num_rows);
+            } else {
+                arrays.block_table.fit(extent.num_rows, extent.width);
+                fill(arrays);
+            }
             arrays.finish();
         }
         if self.kept.len() == MOST_KEPT {

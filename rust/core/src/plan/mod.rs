@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 pub use arrays::{Csr, PlanArrays};
 pub(crate) use arrays::{Cursor, Extent, Recycler, TokenStep};
+pub use table_buffer::{OutTable, TableMemory};
 pub(crate) use table_buffer::{Seen, ToldTables};
 
 use crate::{
@@ -117,6 +118,11 @@ impl Plan {
     /// What kernels read. They stay as they are for as long as anybody holds them.
     pub fn arrays(&self) -> &Arc<PlanArrays> {
         &self.arrays
+    }
+
+    /// Which of the batch's plans it is, counted from 1.
+    pub fn number(&self) -> u64 {
+        self.shared.id.number
     }
 
     /// Tokens a block.
