@@ -11,7 +11,7 @@ export VENV
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python wheel format clean
+.PHONY: help demo test lint test-rust test-python mutants sanitize bench-instructions wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -24,19 +24,29 @@ test: ## Pass every check and every test
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
-	cargo clippy --quiet --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --workspace --all-targets --features kvfolio/internals -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	cd tests && ../$(BIN)/python -m mypy.stubtest kvfolio._native
 
-test-rust: ## Tests of the Rust crate, models of its races, its documentation
+test-rust: ## Tests of the Rust crate, models of its races, seeded schedules, its documentation
 	cargo test --quiet -p kvfolio
 	RUSTFLAGS="--cfg loom" cargo test --quiet --target-dir target/loom -p kvfolio --lib models
+	RUSTFLAGS="--cfg schedules" cargo test --quiet --target-dir target/schedules -p kvfolio --lib schedules
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
 
 test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
 	$(BIN)/python -m pytest -q
+
+mutants: ## Break the pool at one place after the other, and see that a test notices
+	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
+
+sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see both find what is broken on purpose
+	@.ci/timed "make sanitize" $(PYTHON) .ci/sanitize.py
+
+bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
+	@$(PYTHON) benches/instructions.py
 
 wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
 

@@ -220,10 +220,35 @@ class Batch:
         *,
         rows: _Integers | None = None,
         num_tokens: SupportsIndex | _Integers | None = None,
+        out: PlanBuffers | None = None,
     ) -> Plan: ...
+
+class PlanBuffers:
+    def __new__(
+        cls,
+        batch: Batch,
+        *,
+        rows: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        query_start_loc: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        slot_mapping: NDArray[np.int64],
+        last_page_len: NDArray[np.int32],
+        logits_rows: NDArray[np.int32],
+        logits_indices: NDArray[np.int64],
+        block_table: NDArray[np.int32],
+        pad_slot: int,
+        pad_seq_len: int,
+        pad_last_page_len: int,
+    ) -> Self: ...
+    @property
+    def batch(self) -> Batch: ...
+    def forget(self) -> None: ...
 
 @final
 class Plan:
+    def to_bytes(self) -> bytes: ...
     @property
     def pool(self) -> BlockPool: ...
     @property

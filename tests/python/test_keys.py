@@ -45,6 +45,34 @@ def test_golden_keys_of_the_rust_tests_follow_from_the_layout():
     assert golden()[:2] == [root.hex(), block_key(root, [1, 2, 3, 4]).hex()]
 
 
+def chain_key(block_size, case):
+    """The key of the third block of the chain that the Rust tests call by this name."""
+    fields = ("model", "adapter", "tenant", "salt")
+    context = {field: f"of the {field}, é" for field in fields if case in (field, "all")}
+    extras = [
+        (0, 1, b""),
+        (block_size - 1, block_size + 1, b"one"),
+        (2 * block_size, 2 * block_size + 3, b"two"),
+    ]
+    key = root_key(block_size, **context)
+    for first in range(0, 3 * block_size, block_size):
+        tokens = [i * 2654435761 % 2**31 for i in range(first, first + block_size)]
+        key = block_key(key, tokens, first=first, extras=extras if case in ("extras", "all") else ())
+    return key
+
+
+def test_golden_keys_of_chains_follow_from_the_layout():
+    golden = re.findall(r'\((\d+), "(\w+)", "([0-9a-f]{64})"\)', SOURCE.read_text())
+    assert {(int(size), case) for size, case, _ in golden} == {
+        (size, case)
+        for size in (1, 16, 128)
+        for case in ("none", "model", "adapter", "tenant", "salt", "extras", "all")
+    }
+    for size, case, key in golden:
+        assert chain_key(int(size), case).hex() == key, (size, case)
+    assert len({key for *_, key in golden}) == len(golden)
+
+
 def test_the_version_of_the_encoding_is_that_of_the_sources():
     (version,) = re.findall(r'const VERSION: &\[u8\] = b"(.*)";', SOURCE.read_text())
     assert version == r"kvfolio\x01"

@@ -15,7 +15,7 @@ fn run(num_blocks: usize, block_size: usize, num_batches: usize, ops: &[world::O
         world.apply(op);
     }
     let pool = world.pool.clone();
-    drop(world);
+    world.end();
     common::assert_all_free(&pool);
 }
 

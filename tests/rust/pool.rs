@@ -6,7 +6,7 @@ mod common;
 use common::assert_all_free;
 use kvfolio::{Batch, BlockId, BlockPool, Context, Error, Extra, NewTokens, PlanRequest};
 
-const MOST_REFERENCES: usize = (1 << 24) - 1;
+const MOST_REFERENCES: usize = (1 << 20) - 1;
 
 fn pool(num_blocks: usize, block_size: usize) -> BlockPool {
     BlockPool::new(num_blocks, block_size, true).unwrap()
@@ -177,6 +177,29 @@ fn a_plan_cannot_hold_a_block_whose_references_are_at_their_most() {
     pool.release(&taken).unwrap();
     batch.plan(&PlanRequest::default()).unwrap().commit(None).unwrap();
     assert_eq!((early.num_cached().unwrap(), late.num_cached().unwrap()), (0, 2));
+}
+
+#[test]
+fn a_refused_plan_leaves_what_is_in_flight_uncomputed() {
+    let pool = pool(8, 2);
+    let batch = Batch::new(&pool, 4, 64).unwrap();
+    let sequence = |tokens: &[i32]| pool.sequence(tokens, &Context::default(), true, true).unwrap();
+    let (flying, late, first) = (sequence(&[7, 7, 7]), sequence(&[1, 2, 3]), sequence(&[1, 2]));
+    for sequence in [&flying, &late, &first] {
+        batch.add(sequence).unwrap();
+    }
+    let rows = |rows| batch.plan(&PlanRequest { rows: Some(rows), ..PlanRequest::default() });
+    rows(&[2]).unwrap().commit(None).unwrap();
+    let many = vec![first.blocks().unwrap()[0]; MOST_REFERENCES - 1];
+    pool.share(&many).unwrap();
+    let step = rows(&[0]).unwrap();
+    flying.extend(NewTokens::Known(&[8], &[])).unwrap();
+    assert!(matches!(rows(&[0, 1]).err(), Some(Error::RefCountOverflow { .. })));
+    assert_eq!((flying.num_computed().unwrap(), flying.num_cached().unwrap()), (0, 0));
+    step.rollback().unwrap();
+    pool.release(&many).unwrap();
+    drop((flying, late, first, step, batch));
+    assert_all_free(&pool);
 }
 
 #[test]

@@ -37,7 +37,7 @@ proptest! {
             prop_assert!(empty.iter().sum::<usize>() <= empty.len() * (size - 1));
         }
         let pool = world.pool.clone();
-        drop(world);
+        world.end();
         common::assert_all_free(&pool);
     }
 }

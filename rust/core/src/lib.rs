@@ -26,6 +26,9 @@ mod context;
 mod error;
 mod holds;
 mod ids;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 pub mod kernels;
 mod key;
 mod plan;
@@ -39,7 +42,7 @@ pub use context::{Context, Extra};
 pub use error::{Error, Result};
 pub use ids::{BlockId, MAX_BLOCKS, UNKNOWN_TOKEN, block_layout};
 pub use key::Key;
-pub use plan::{Csr, Plan, PlanArrays};
+pub use plan::{Csr, OutTable, Plan, PlanArrays, TableMemory};
 pub use pool::{BlockPool, Stats};
 pub use sequence::{NewTokens, Sequence};
 pub use table::BlockTable;

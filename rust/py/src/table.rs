@@ -25,8 +25,13 @@ impl PyBlockTable {
     }
 
     fn with<R>(&self, work: impl FnOnce(&mut BlockTable) -> kvfolio::Result<R>) -> Result<R> {
+        // An error becomes a Python exception, whose class may run any code, when the lock is free again.
+        Ok(self.with_locked(work)?)
+    }
+
+    fn with_locked<R>(&self, work: impl FnOnce(&mut BlockTable) -> kvfolio::Result<R>) -> kvfolio::Result<R> {
         let mut table = self.0.try_lock().ok_or(Error::ConcurrentUse("table"))?;
-        Ok(work(table.as_mut().ok_or(Error::StaleHandle("table has been released"))?)?)
+        work(table.as_mut().ok_or(Error::StaleHandle("table has been released"))?)
     }
 }
 
@@ -53,7 +58,8 @@ impl PyBlockTable {
     /// `int32[num_blocks]`: a snapshot, with 0 where a block was discarded.
     #[getter]
     fn block_ids<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<i32>>> {
-        self.with(|table| Ok(arrays::read_only(arrays::block_ids(py, table.blocks()))))
+        let blocks = self.with(|table| Ok(table.blocks().to_vec()))?;
+        Ok(arrays::read_only(arrays::block_ids(py, &blocks)))
     }
 
     /// Room for `n` more tokens; `int32[c, 2]` (source, target) block copies to do before anything else.

@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use super::{Flight, FlightRow, KEPT_PLANS, MOST_TOKENS, World, before, follow, history, sampled};
+use super::{
+    Flight, FlightRow, KEPT_PLANS, MOST_TOKENS, World, cut_pictures, follow, history, memory::before, sampled,
+};
 use kvfolio::UNKNOWN_TOKEN;
 
 impl World {
@@ -26,12 +28,10 @@ impl World {
         let block_size = self.pool.block_size();
         let Some(flight) = self.runs[run].flights.iter_mut().find(|flight| !flight.executed) else { return };
         flight.executed = true;
-        let memory = &mut self.memory;
-        let arrays = &flight.arrays;
-        let block = |id: i32| id as usize * block_size..(id as usize + 1) * block_size;
-        let sources: Vec<_> = arrays.copies().iter().map(|copy| memory[block(copy[0])].to_vec()).collect();
+        let (memory, arrays) = (&self.memory, &flight.arrays);
+        let sources: Vec<_> = arrays.copies().iter().map(|copy| memory.block(copy[0])).collect();
         for (source, copy) in sources.iter().zip(arrays.copies()) {
-            memory[block(copy[1])].copy_from_slice(source);
+            memory.write_block(copy[1], source);
         }
         let (cells, _, stride) = arrays.block_table();
         let slot = |index: usize, position: usize| {
@@ -49,13 +49,14 @@ impl World {
                 );
                 let expected = before(row.tenant, &row.history, position);
                 let found = position.checked_sub(1).and_then(|position| slot(index, position));
-                let previous = found.map_or(expected, |slot| memory[slot]);
-                memory[arrays.slot_mapping()[token] as usize] = follow(previous, arrays.token_ids()[token]);
+                let previous = found.map_or(expected, |slot| memory.read(slot));
+                let content = follow(previous, arrays.token_ids()[token], &row.pictures, position);
+                memory.write(arrays.slot_mapping()[token] as usize, content);
             }
         }
         for (index, row) in flight.rows.iter().enumerate().filter(|(_, row)| !row.voided) {
             for position in 0..row.stop {
-                let found = slot(index, position).map(|slot| memory[slot]);
+                let found = slot(index, position).map(|slot| memory.read(slot));
                 let own = row.history[position];
                 assert!(
                     found.is_none_or(|found| found == own),
@@ -87,6 +88,9 @@ impl World {
             if drafts && stop < row.stop && row.open {
                 self.note_voided(row.id);
                 self.note_cut(row.id, stop);
+                if let Some(live) = self.lives.iter_mut().find(|live| live.id == row.id) {
+                    cut_pictures(&mut live.pictures, stop);
+                }
                 row.stop = stop;
                 row.history.truncate(stop);
             }
@@ -153,7 +157,7 @@ impl World {
                 && next.unwrap_or(UNKNOWN_TOKEN) == UNKNOWN_TOKEN
                 && tokens.len() >= row.stop;
             refused |= takes && next.is_none() && live.place.is_some() && row.stop == most;
-            let history = history(live.tenant, &tokens);
+            let history = history(live.tenant, &live.pictures, &tokens);
             takes.then(|| sampled(before(live.tenant, &history, row.stop)))
         };
         let told: Vec<_> = rows.iter().map(told).collect();
@@ -172,21 +176,24 @@ impl World {
 
     /// What live sequences claim as computed reads back as their own history.
     pub(super) fn check_memory(&self) {
-        let block_size = self.pool.block_size();
-        let flights = self.runs.iter().flat_map(|run| &run.flights).filter(|flight| !flight.executed);
-        let copied: HashSet<_> =
-            flights.flat_map(|flight| flight.arrays.copies()).map(|copy| copy[1]).collect();
+        let copied = self.pending_copies();
         for live in &self.lives {
-            let history = history(live.tenant, &live.sequence.token_ids().unwrap());
+            let history = history(live.tenant, &live.pictures, &live.sequence.token_ids().unwrap());
             let blocks = live.sequence.blocks().unwrap();
             let claims = &history[..live.sequence.num_computed().unwrap()];
             for (position, own) in claims.iter().enumerate() {
-                let block = blocks[position / block_size];
-                if !block.is_null() && !copied.contains(&block.as_i32()) {
-                    let slot = block.as_i32() as usize * block_size + position % block_size;
-                    assert_eq!(self.memory[slot], *own, "position {position} of sequence {}", live.id);
+                let block = blocks[position / self.pool.block_size()].as_i32();
+                if let Some(slot) = self.memory.slot(&blocks, position).filter(|_| !copied.contains(&block)) {
+                    assert_eq!(self.memory.read(slot), *own, "position {position} of sequence {}", live.id);
                 }
             }
         }
+        self.sides.iter().for_each(|side| side.check(&self.memory));
+    }
+
+    /// Blocks that a plan which was not executed yet is still to copy into.
+    pub(super) fn pending_copies(&self) -> HashSet<i32> {
+        let flights = self.runs.iter().flat_map(|run| &run.flights).filter(|flight| !flight.executed);
+        flights.flat_map(|flight| flight.arrays.copies()).map(|copy| copy[1]).collect()
     }
 }

@@ -2,43 +2,118 @@
 //!
 //! Every slot holds a hash of the history that its K and V were computed from: context and tokens up to
 //! there, as a step found them in the memory. So whatever reads a slot can tell whose it is. A plan is
-//! executed between its making and its commit, in order within a batch, in any order among batches.
+//! executed between its making and its commit, in order within a batch, in any order among batches. On the
+//! side somebody lends blocks, shares those of sequences, and keeps tables of his own.
+//!
+//! A world may have the pool to itself, and then every count is checked at every step; or several, each of a
+//! thread, share a pool and its memory.
 
+mod memory;
 mod shadow;
+mod side;
 
 use std::{collections::VecDeque, sync::Arc};
 
 use kvfolio::{
-    Batch, BlockPool, Context, Error, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence, TokenCaps,
-    UNKNOWN_TOKEN,
+    Batch, BlockPool, Context, Error, Extra, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence,
+    TokenCaps, UNKNOWN_TOKEN,
 };
 use proptest::prelude::*;
+
+pub(crate) use self::memory::Memory;
+use self::{
+    memory::{Picture, cut_pictures, follow, history, sampled},
+    side::{Side, SideOp},
+};
 
 pub(crate) const MOST_TOKENS: usize = 26;
 const ROWS: usize = 4;
 const KEPT_PLANS: usize = 6;
+const MOST_IN_FLIGHT: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
-    Admit { batch: usize, length: usize, bits: u32, kind: usize },
-    Readmit { pick: usize, batch: usize },
-    Extend { pick: usize, length: usize, bits: u32 },
-    Unknown { pick: usize, length: usize },
-    Resolve { pick: usize, length: usize },
-    Plan { batch: usize, budget: usize, partial: bool, cap: usize, skip: usize },
-    Execute { batch: usize },
-    Commit { batch: usize, bits: u32 },
-    Rollback { batch: usize },
-    Drop { batch: usize, pick: usize },
-    Sample { pick: usize },
-    Truncate { pick: usize, keep: usize },
-    Fork { pick: usize },
-    Remove { pick: usize, preempt: bool },
-    Free { pick: usize },
-    Discard { pick: usize, before: usize },
-    Reorder { batch: usize, parent: usize, row: usize },
-    Scribble { blocks: usize },
-    Reset,
+    Admit {
+        batch: usize,
+        length: usize,
+        bits: u32,
+        kind: usize,
+    },
+    Readmit {
+        pick: usize,
+        batch: usize,
+    },
+    Extend {
+        pick: usize,
+        length: usize,
+        bits: u32,
+    },
+    Grow {
+        batch: usize,
+        skip: usize,
+        bits: u32,
+    },
+    Unknown {
+        pick: usize,
+        length: usize,
+    },
+    Resolve {
+        pick: usize,
+        length: usize,
+    },
+    Plan {
+        batch: usize,
+        budget: usize,
+        partial: bool,
+        cap: usize,
+        skip: usize,
+    },
+    Execute {
+        batch: usize,
+    },
+    Commit {
+        batch: usize,
+        bits: u32,
+    },
+    Rollback {
+        batch: usize,
+    },
+    Drop {
+        batch: usize,
+        pick: usize,
+    },
+    Sample {
+        pick: usize,
+    },
+    Truncate {
+        pick: usize,
+        keep: usize,
+        bits: u32,
+    },
+    Fork {
+        pick: usize,
+    },
+    Remove {
+        pick: usize,
+        preempt: bool,
+    },
+    Free {
+        pick: usize,
+    },
+    Discard {
+        pick: usize,
+        before: usize,
+    },
+    Reorder {
+        batch: usize,
+        parent: usize,
+        row: usize,
+    },
+    Side(SideOp),
+    /// Rare: nothing that began before is published any more.
+    Reset {
+        luck: usize,
+    },
 }
 
 pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
@@ -47,35 +122,39 @@ pub(crate) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
     let plan = (n.clone(), 0..24_usize, any::<bool>(), 0..12_usize, 0..8_usize);
     let op = prop_oneof![
         6 => admit.prop_map(|(batch, length, bits, kind)| Op::Admit { batch, length, bits, kind }),
-        2 => (n.clone(), n.clone()).prop_map(|(pick, batch)| Op::Readmit { pick, batch }),
+        6 => (n.clone(), n.clone()).prop_map(|(pick, batch)| Op::Readmit { pick, batch }),
         4 => (n.clone(), 1..5_usize, bits).prop_map(|(pick, length, bits)| Op::Extend { pick, length, bits }),
-        3 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Unknown { pick, length }),
-        2 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Resolve { pick, length }),
+        1 => (n.clone(), 1..3_usize).prop_map(|(pick, length)| Op::Unknown { pick, length }),
+        4 => (n.clone(), 1..6_usize).prop_map(|(pick, length)| Op::Resolve { pick, length }),
         12 => plan.prop_map(|(batch, budget, partial, cap, skip)| Op::Plan { batch, budget, partial, cap, skip }),
         4 => n.clone().prop_map(|batch| Op::Execute { batch }),
         8 => (n.clone(), bits).prop_map(|(batch, bits)| Op::Commit { batch, bits }),
         2 => n.clone().prop_map(|batch| Op::Rollback { batch }),
         1 => (n.clone(), n.clone()).prop_map(|(batch, pick)| Op::Drop { batch, pick }),
-        5 => n.clone().prop_map(|pick| Op::Sample { pick }),
-        3 => (n.clone(), 0..26_usize).prop_map(|(pick, keep)| Op::Truncate { pick, keep }),
+        8 => n.clone().prop_map(|pick| Op::Sample { pick }),
+        8 => (n.clone(), 0..26_usize, bits).prop_map(|(pick, keep, bits)| Op::Truncate { pick, keep, bits }),
         3 => n.clone().prop_map(|pick| Op::Fork { pick }),
         3 => (n.clone(), any::<bool>()).prop_map(|(pick, preempt)| Op::Remove { pick, preempt }),
         2 => n.clone().prop_map(|pick| Op::Free { pick }),
         1 => (n.clone(), 0..26_usize).prop_map(|(pick, before)| Op::Discard { pick, before }),
         1 => (n.clone(), n.clone(), n.clone()).prop_map(|(batch, parent, row)| Op::Reorder { batch, parent, row }),
-        2 => (1..12_usize).prop_map(|blocks| Op::Scribble { blocks }),
-        1 => Just(Op::Reset),
+        2 => (n.clone(), n.clone(), bits).prop_map(|(batch, skip, bits)| Op::Grow { batch, skip, bits }),
+        8 => side::ops().prop_map(Op::Side),
+        1 => (0..8_usize).prop_map(|luck| Op::Reset { luck }),
     ];
-    prop::collection::vec(op, 1..most)
+    prop::collection::vec(op, 1..=most)
 }
 
 pub(crate) struct World {
     pub(crate) pool: BlockPool,
+    memory: Arc<Memory>,
+    /// Nobody else is at work on the pool.
+    alone: bool,
     pub(crate) runs: Vec<Run>,
     pub(crate) lives: Vec<Live>,
     /// Plans that have ended and whose tokens may still come.
     ended: Vec<Flight>,
-    memory: Vec<u64>,
+    sides: Vec<Side>,
     next_id: usize,
 }
 
@@ -90,6 +169,7 @@ pub(crate) struct Live {
     pub(crate) sequence: Sequence,
     place: Option<(usize, usize)>,
     tenant: u64,
+    pictures: Vec<Picture>,
 }
 
 pub(crate) struct Flight {
@@ -103,6 +183,7 @@ pub(crate) struct Flight {
 pub(crate) struct FlightRow {
     pub(crate) id: usize,
     tenant: u64,
+    pictures: Vec<Picture>,
     /// What its slots are to hold, up to where the step stops.
     history: Vec<u64>,
     start: usize,
@@ -115,17 +196,8 @@ pub(crate) struct FlightRow {
     voided: bool,
     /// The token behind it was taken.
     told: bool,
-}
-
-/// What a slot holds whose token follows on `previous`.
-fn follow(previous: u64, token: i32) -> u64 {
-    let token = if token == UNKNOWN_TOKEN { sampled(previous) } else { token };
-    (previous ^ (token as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_add(1)
-}
-
-/// The token that the model gives after a history.
-fn sampled(previous: u64) -> i32 {
-    i32::from(previous.count_ones().is_multiple_of(2))
+    /// The sequence does not have these blocks any more.
+    left: bool,
 }
 
 fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
@@ -133,16 +205,45 @@ fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
 }
 
 impl World {
+    /// One with a pool to itself.
     pub(crate) fn new(num_blocks: usize, block_size: usize, num_batches: usize) -> Self {
         let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
+        let memory = Arc::new(Memory::new(&pool));
+        Self { alone: true, ..Self::beside_others(&pool, &memory, num_batches, 0) }
+    }
+
+    /// One of several on a pool; each has a number.
+    pub(crate) fn beside_others(
+        pool: &BlockPool,
+        memory: &Arc<Memory>,
+        num_batches: usize,
+        number: usize,
+    ) -> Self {
         let run = |_| Run {
-            batch: Batch::new(&pool, ROWS, MOST_TOKENS).unwrap(),
+            batch: Batch::new(pool, ROWS, MOST_TOKENS).unwrap(),
             flights: VecDeque::new(),
-            mirror: vec![vec![0; MOST_TOKENS.div_ceil(block_size)]; ROWS],
+            mirror: vec![vec![0; MOST_TOKENS.div_ceil(pool.block_size())]; ROWS],
         };
-        let runs = (0..num_batches).map(run).collect();
-        let memory = vec![0; pool.num_physical_blocks() * block_size];
-        Self { pool, runs, lives: Vec::new(), ended: Vec::new(), memory, next_id: 0 }
+        Self {
+            pool: pool.clone(),
+            memory: Arc::clone(memory),
+            alone: false,
+            runs: (0..num_batches).map(run).collect(),
+            lives: Vec::new(),
+            ended: Vec::new(),
+            sides: Vec::new(),
+            next_id: number << 32,
+        }
+    }
+
+    /// Everything is given back.
+    pub(crate) fn end(mut self) {
+        self.sides.drain(..).for_each(|side| side.give_back(&self.pool));
+    }
+
+    fn next_id(&mut self) -> usize {
+        self.next_id += 1;
+        self.next_id
     }
 
     fn live(&self, pick: usize) -> Option<usize> {
@@ -159,7 +260,7 @@ impl World {
                 | Error::BatchFull { .. }
                 | Error::Argument(_),
             ) => {
-                assert_eq!(self.counts(), before, "a refused call changed the pool");
+                assert!(!self.alone || self.counts() == before, "a refused call changed the pool");
                 None
             }
             Err(error) => panic!("{error}"),
@@ -176,27 +277,16 @@ impl World {
         let num_batches = self.runs.len();
         match *op {
             Op::Admit { batch, length, bits, kind } => {
-                let tenant = u64::from(kind == 7);
-                let mut context = Context::default();
-                context.tenant = tenant.to_string();
-                let tokens = bit_tokens(length, bits);
-                let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
-                self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
-                self.next_id += 1;
-                self.admit(self.lives.len() - 1, batch % num_batches);
+                self.make_room(bits);
+                self.admit_new(batch % num_batches, length, bits, kind);
             }
             Op::Readmit { pick, batch } => {
                 if let Some(index) = self.live(pick).filter(|index| self.lives[*index].place.is_none()) {
                     self.admit(index, batch % num_batches);
                 }
             }
-            Op::Extend { pick, length, bits } => {
-                if let Some(index) = self.live(pick) {
-                    let tokens = bit_tokens(length, bits);
-                    let new = NewTokens::Known(&tokens, &[]);
-                    self.attempt(self.lives[index].sequence.extend(new), before);
-                }
-            }
+            Op::Extend { pick, length, bits } => self.extend(pick, length, bits),
+            Op::Grow { batch, skip, bits } => self.grow(batch % num_batches, skip, bits),
             Op::Unknown { pick, length } => {
                 if let Some(index) = self.live(pick) {
                     self.attempt(self.lives[index].sequence.extend(NewTokens::Unknown(length)), before);
@@ -218,63 +308,137 @@ impl World {
                 }
             }
             Op::Sample { pick } => self.sample(pick),
-            Op::Truncate { pick, keep } => {
-                if let Some(index) = self.live(pick) {
-                    let result = self.lives[index].sequence.truncate(keep);
-                    if self.attempt(result, before).is_some() {
-                        self.note_cut(self.lives[index].id, keep);
-                    }
-                }
-            }
-            Op::Fork { pick } => {
-                if let Some(index) = self.live(pick) {
-                    let parent = &self.lives[index];
-                    if let Some(sequence) = self.attempt(parent.sequence.fork(), before) {
-                        let tenant = parent.tenant;
-                        self.lives.push(Live { id: self.next_id, sequence, place: None, tenant });
-                        self.next_id += 1;
-                    }
-                }
-            }
+            Op::Truncate { pick, keep, bits } => self.truncate(pick, keep, bits),
+            Op::Fork { pick } => self.fork(pick),
             Op::Remove { pick, preempt } => self.remove(pick, preempt),
-            Op::Free { pick } => {
-                if let Some(index) = self.live(pick) {
-                    let live = self.lives.swap_remove(index);
-                    live.sequence.free().unwrap();
-                    for row in self.flight_rows(live.id) {
-                        (row.counts, row.open) = (false, false);
-                    }
-                }
-            }
+            Op::Free { pick } => self.free(pick),
             Op::Discard { pick, before: position } => {
                 if let Some(index) = self.live(pick) {
                     self.attempt(self.lives[index].sequence.discard_before(position), before);
                 }
             }
             Op::Reorder { batch, parent, row } => self.reorder(batch % num_batches, parent, row),
-            Op::Scribble { blocks } => {
-                if let Some(blocks) = self.attempt(self.pool.allocate(blocks), before) {
-                    let size = self.pool.block_size();
-                    for block in &blocks {
-                        self.memory[block.as_i32() as usize * size..][..size].fill(13);
-                    }
-                    self.pool.release(&blocks).unwrap();
+            Op::Side(ref op) => self.side(op),
+            Op::Reset { luck } => {
+                if luck == 0 {
+                    self.pool.reset_prefix_cache();
                 }
             }
-            Op::Reset => {
-                self.pool.reset_prefix_cache();
-            }
         }
-        let [blank, idle, referenced, quarantined] = self.counts();
-        assert_eq!(blank + idle + referenced + quarantined, self.pool.num_blocks());
-        self.pool.audit().unwrap();
+        if self.alone {
+            assert_eq!(self.counts().iter().sum::<usize>(), self.pool.num_blocks());
+            self.pool.audit().unwrap();
+        }
         self.check_memory();
     }
 
+    /// Few enough sequences that each is often picked.
+    fn make_room(&mut self, bits: u32) {
+        if self.lives.len() >= (ROWS + 1) * self.runs.len() {
+            self.free(bits as usize);
+        }
+    }
+
+    fn free(&mut self, pick: usize) {
+        if let Some(index) = self.live(pick) {
+            let live = self.lives.swap_remove(index);
+            live.sequence.free().unwrap();
+            for row in self.flight_rows(live.id) {
+                (row.counts, row.open) = (false, false);
+            }
+        }
+    }
+
+    fn fork(&mut self, pick: usize) {
+        self.make_room(pick as u32 / 2);
+        let Some(index) = self.live(pick) else { return };
+        let parent = &self.lives[index];
+        if let Some(sequence) = self.attempt(parent.sequence.fork(), self.counts()) {
+            let (tenant, pictures) = (parent.tenant, parent.pictures.clone());
+            let id = self.next_id();
+            self.lives.push(Live { id, sequence, place: None, tenant, pictures });
+        }
+    }
+
+    /// Keep all but a few tokens, or a part of them, or try to keep more; and perhaps go on otherwise.
+    fn truncate(&mut self, pick: usize, parts: usize, bits: u32) {
+        let Some(index) = self.live(pick) else { return };
+        if let Some((run, _)) = self.lives[index].place.filter(|_| !bits.is_multiple_of(4)) {
+            self.drain(run);
+        }
+        let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
+        let keep = match parts {
+            0..13 => num_tokens.saturating_sub(parts % 6), // few, as drafts and stop strings do
+            13..25 => num_tokens * (parts - 13) / 12,
+            _ => num_tokens + 1,
+        };
+        let result = self.lives[index].sequence.truncate(keep);
+        if self.attempt(result, self.counts()).is_some() {
+            cut_pictures(&mut self.lives[index].pictures, keep);
+            self.note_cut(self.lives[index].id, keep);
+            if bits.is_multiple_of(2) {
+                self.extend(index, 1 + parts % 3, bits);
+            }
+        }
+    }
+
+    /// Commit all that is in flight.
+    fn drain(&mut self, run: usize) {
+        while !self.runs[run].flights.is_empty() {
+            self.commit(run, 0);
+        }
+    }
+
+    fn admit_new(&mut self, run: usize, length: usize, bits: u32, kind: usize) {
+        let tenant = u64::from(kind == 7);
+        let pictures: Vec<_> = Picture::behind(0, bits).into_iter().collect();
+        let mut context = Context::default().with_extras(extras(&pictures));
+        context.tenant = tenant.to_string();
+        let tokens = bit_tokens(length, bits);
+        let sequence = self.pool.sequence(&tokens, &context, kind != 6, kind != 5).unwrap();
+        let id = self.next_id();
+        self.lives.push(Live { id, sequence, place: None, tenant, pictures });
+        let index = self.lives.len() - 1;
+        self.admit(index, run);
+        let cached = self.lives[index].sequence.num_cached().unwrap();
+        assert!(cached < length, "all {length} tokens were found: none is left to compute");
+    }
+
+    fn extend(&mut self, pick: usize, length: usize, bits: u32) {
+        let Some(index) = self.live(pick) else { return };
+        let tokens = bit_tokens(length, bits);
+        let num_tokens = self.lives[index].sequence.num_tokens().unwrap();
+        let pictures: Vec<_> = Picture::behind(num_tokens, bits).into_iter().collect();
+        let new = NewTokens::Known(&tokens, &extras(&pictures));
+        if self.attempt(self.lives[index].sequence.extend(new), self.counts()).is_some() {
+            self.lives[index].pictures.extend(pictures);
+        }
+    }
+
+    /// One token for each row but one.
+    fn grow(&mut self, run: usize, skip: usize, bits: u32) {
+        let batch = &self.runs[run].batch;
+        let rows: Vec<_> = batch.rows().unwrap().into_iter().filter(|row| *row != skip % 6).collect();
+        let before = self.counts();
+        let grown = if bits.is_multiple_of(3) {
+            batch.extend_unknown(&rows)
+        } else {
+            batch.extend(&rows, &bit_tokens(rows.len(), bits))
+        };
+        self.attempt(grown, before);
+    }
+
     fn admit(&mut self, index: usize, run: usize) {
-        let result = self.runs[run].batch.add(&self.lives[index].sequence);
+        let live = &self.lives[index];
+        let has_blocks = !live.sequence.blocks().unwrap().is_empty();
+        let result = self.runs[run].batch.add(&live.sequence);
         if let Some(row) = self.attempt(result, self.counts()) {
             self.lives[index].place = Some((run, row));
+            let elsewhere = self.runs.iter().enumerate().filter(|(other, _)| *other != run);
+            let mut named = elsewhere.flat_map(|(_, run)| &run.flights).flat_map(|flight| &flight.rows);
+            let id = self.lives[index].id;
+            let named = named.any(|row| row.id == id && !row.left);
+            assert!(!named || !has_blocks, "a plan of another batch that names sequence {id} is in flight");
         }
     }
 
@@ -284,7 +448,7 @@ impl World {
         let batch = &self.runs[run].batch;
         self.lives[index].sequence = if preempt { batch.preempt(row) } else { batch.remove(row) }.unwrap();
         if preempt {
-            self.flight_rows(self.lives[index].id).for_each(|row| row.counts = false);
+            self.flight_rows(self.lives[index].id).for_each(|row| (row.counts, row.left) = (false, true));
         }
     }
 
@@ -299,7 +463,9 @@ impl World {
             let at = |row| self.lives.iter().position(|live| live.place == Some((run, row))).unwrap();
             let (parent, child) = (at(parent), at(row));
             self.lives[child].tenant = self.lives[parent].tenant;
-            self.flight_rows(self.lives[child].id).for_each(|row| row.open = false);
+            let pictures = self.lives[parent].pictures.clone();
+            self.lives[child].pictures = pictures;
+            self.flight_rows(self.lives[child].id).for_each(|row| (row.open, row.left) = (false, true));
         }
     }
 
@@ -307,24 +473,29 @@ impl World {
         let Some(index) = self.live(pick) else { return };
         let live = &self.lives[index];
         let tokens = live.sequence.token_ids().unwrap();
-        let history = history(live.tenant, &tokens);
+        let history = history(live.tenant, &live.pictures, &tokens);
         let unknown = tokens.iter().enumerate().filter(|(_, token)| **token == UNKNOWN_TOKEN);
-        let told = unknown.map(|(position, _)| sampled(before(live.tenant, &history, position)));
+        let told = unknown.map(|(position, _)| sampled(memory::before(live.tenant, &history, position)));
         live.sequence.resolve(&told.take(length).collect::<Vec<_>>()).unwrap();
     }
 
     fn plan(&mut self, run: usize, budget: usize, partial: bool, cap: usize, skip: usize) {
+        if self.runs[run].flights.len() == MOST_IN_FLIGHT {
+            self.commit(run, 0);
+        }
         let rows = self.runs[run].batch.rows().unwrap();
         let rows: Vec<_> = rows.into_iter().filter(|row| *row != skip).collect();
-        let request = PlanRequest {
-            max_tokens: (budget > 0).then_some(budget),
-            partial,
-            rows: Some(&rows),
-            num_tokens: if cap == 0 { TokenCaps::None } else { TokenCaps::Same(cap) },
+        let caps: Vec<_> = rows.iter().map(|row| (row + cap) % 5).collect();
+        let num_tokens = match cap {
+            0 | 1 => TokenCaps::None,
+            2 | 3 => TokenCaps::Each(&caps),
+            _ => TokenCaps::Same(cap - 3),
         };
+        let max_tokens = (budget > 0).then_some(budget);
+        let request = PlanRequest { max_tokens, partial, rows: Some(&rows), num_tokens };
         let missing = self.runs[run].batch.shortfall(&request).unwrap();
         let result = self.runs[run].batch.plan(&request);
-        assert!(partial || result.is_ok() == (missing == 0), "shortfall {missing}");
+        assert!(!self.alone || partial || result.is_ok() == (missing == 0), "shortfall {missing}");
         let Some(plan) = self.attempt(result, self.counts()) else { return };
         let arrays = Arc::clone(plan.arrays());
         let rows = (0..arrays.rows().len()).map(|index| self.flight_row(run, &arrays, index)).collect();
@@ -353,10 +524,11 @@ impl World {
         let live = self.lives.iter().find(|live| live.place == Some((run, row))).unwrap();
         let stop = arrays.seq_lens()[index] as usize;
         let first = arrays.query_start_loc()[index] as usize;
-        let history = history(live.tenant, &live.sequence.token_ids().unwrap()[..stop]);
+        let history = history(live.tenant, &live.pictures, &live.sequence.token_ids().unwrap()[..stop]);
         FlightRow {
             id: live.id,
             tenant: live.tenant,
+            pictures: live.pictures.clone(),
             history,
             start: arrays.positions()[first] as usize,
             stop,
@@ -365,19 +537,11 @@ impl World {
             open: true,
             voided: false,
             told: false,
+            left: false,
         }
     }
 }
 
-/// What the slots of these tokens are to hold.
-fn history(tenant: u64, tokens: &[i32]) -> Vec<u64> {
-    let next = |previous: &mut u64, token: &i32| {
-        *previous = follow(*previous, *token);
-        Some(*previous)
-    };
-    tokens.iter().scan(tenant, next).collect()
-}
-
-fn before(tenant: u64, history: &[u64], position: usize) -> u64 {
-    if position == 0 { tenant } else { history[position - 1] }
+fn extras(pictures: &[Picture]) -> Vec<Extra> {
+    pictures.iter().map(Picture::extra).collect()
 }

@@ -2,9 +2,8 @@
 
 use std::cell::Cell;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
-use std::{env, process, thread};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::{env, process, ptr, thread};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -16,9 +15,17 @@ thread_local! {
     static MOST: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The helpers, and the process that they live in. Threads do not live on in a forked child, and work given to a pool
-/// without threads is never done; so a child makes a pool of its own.
-static POOL: RwLock<Option<(u32, Arc<ThreadPool>)>> = RwLock::new(None);
+/// The helpers, and the process that they live in.
+struct Helpers {
+    process: u32,
+    pool: ThreadPool,
+}
+
+/// Threads do not live on in a forked child, and work given to a pool without threads is never done; so a
+/// child makes a pool of its own. There is no lock, which another thread might hold at the moment of the fork
+/// and so forever. A pool is never dropped, a smaller one that was replaced included: others may be in it, and a
+/// child would wait for threads that only the parent has.
+static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
 
 /// How many threads kernels use: what [`set_num_threads`] said, else the environment's `KVFOLIO_NUM_THREADS` or
 /// `OMP_NUM_THREADS`, else as many as there are CPUs.
@@ -60,30 +67,32 @@ pub(crate) fn count() -> usize {
 }
 
 /// At least so many helpers.
-fn pool(helpers: usize) -> Option<Arc<ThreadPool>> {
+fn pool(helpers: usize) -> Option<&'static ThreadPool> {
     let process = process::id();
-    let fits = |place: &Option<(u32, Arc<ThreadPool>)>| match place {
-        Some((owner, pool)) if *owner == process && pool.current_num_threads() >= helpers => {
-            Some(Arc::clone(pool))
-        }
-        _ => None,
-    };
-    if let Some(pool) = fits(&POOL.read().unwrap_or_else(PoisonError::into_inner)) {
-        return Some(pool);
-    }
-    let mut place = POOL.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some(pool) = fits(&place) {
-        return Some(pool);
+    let found = HELPERS.load(Ordering::Acquire);
+    // SAFETY: it is null or what was put there below, which is never changed or freed.
+    if let Some(own) = unsafe { found.as_ref() }
+        && own.process == process
+        && own.pool.current_num_threads() >= helpers
+    {
+        return Some(&own.pool);
     }
     let builder = ThreadPoolBuilder::new().thread_name(|index| format!("kvfolio-{index}"));
-    let pool = Arc::new(builder.num_threads(helpers).build().ok()?);
-    if let Some((owner, former)) = place.replace((process, Arc::clone(&pool)))
-        && owner != process
-    {
-        // Dropping it would wait for threads that only the parent has.
-        std::mem::forget(former);
-    }
-    Some(pool)
+    // As many as any call will want, so that pools are not replaced one after the other.
+    let pool = builder.num_threads(helpers.max(num_threads() - 1)).build().ok()?;
+    let own = Box::into_raw(Box::new(Helpers { process, pool }));
+    // Release: who finds it sees it whole.
+    let now = match HELPERS.compare_exchange(found, own, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => own,
+        Err(other) => {
+            // SAFETY: nobody else has seen our own, since it was not put there.
+            drop(unsafe { Box::from_raw(own) });
+            other
+        }
+    };
+    // SAFETY: as above; another thread of this process was quicker, or it is our own. If it is smaller than what was
+    // asked for, the work is done all the same.
+    unsafe { now.as_ref() }.map(|own| &own.pool)
 }
 
 /// Calls `work` for 0, 1, ... `items - 1`, each once, on several threads if `share`.

@@ -1,16 +1,25 @@
 //! All blocks, who refers to them, and what can be found in them.
 //!
-//! [`word`] holds each block's state, [`blank`] the blocks without content, [`index`] and [`idle`] are the
-//! prefix cache behind one lock ([`cache`]), [`references`] takes and gives back.
+//! [`word`] holds each block's state, and decides every race by one compare-and-swap. [`blank`] has the blocks
+//! without content, [`log`] the order in which those with content give way ([`eviction`]), [`index`] and
+//! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back. Nothing here waits for
+//! another thread; `docs/memory-ordering.md` argues why that is right.
 
 mod audit;
 mod blank;
 mod cache;
-mod idle;
+mod contents;
+mod eviction;
 mod index;
+mod loans;
+mod log;
 #[cfg(all(test, loom))]
 mod models;
 mod references;
+#[cfg(all(test, not(loom)))]
+mod rules;
+#[cfg(all(test, schedules))]
+mod schedules;
 mod stats;
 mod word;
 
@@ -18,9 +27,11 @@ use std::sync::Arc;
 
 use self::{
     blank::BlankBlocks,
-    cache::Cache,
+    contents::Contents,
+    index::Index,
+    log::Log,
     stats::Counters,
-    word::{BlockWord, MAX_REFERENCES},
+    word::{BlockWord, Claim},
 };
 pub(crate) use cache::Opening;
 pub use stats::Stats;
@@ -30,28 +41,28 @@ use crate::{
     error::{Error, Result, check_range},
     ids::{BlockId, MAX_BLOCKS, check_tokens},
     key::KeyChain,
-    sync::{AtomicIsize, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering},
+    sync::{AtomicIsize, AtomicU64, AtomicUsize, Ordering},
 };
 
 /// The pool of blocks. Clones are handles to the same pool; its calls may come from any thread.
 #[derive(Clone)]
 pub struct BlockPool(Arc<Shared>);
 
-/// What all handles of a pool share. Every field is atomic or behind the cache's lock.
+/// What all handles of a pool share. Every field that changes is atomic.
 pub(crate) struct Shared {
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
     pub(crate) prefix_cache: bool,
     words: Box<[BlockWord]>,
-    /// Of each block's references, those lent to the caller; only these can be released from outside.
-    lent: Box<[AtomicU32]>,
     blank: BlankBlocks,
-    /// Units that a block can be had for: blank + idle - reserved.
-    free: AtomicUsize,
-    idle: AtomicUsize,
-    /// Signed, since of two threads the one that takes away may count first.
+    log: Log,
+    index: Index,
+    contents: Contents,
+    /// Units that a block can be had for: blank + idle - those in the hands of who is about to take a block.
+    free: OwnLine<AtomicUsize>,
+    /// Signed, here and below, since of two threads the one that takes away may count first.
+    idle: AtomicIsize,
     quarantined: AtomicIsize,
-    cache: Mutex<Cache>,
     epoch: AtomicU64,
     serial: AtomicU64,
     /// What tables and plans say that they have, for the audit to compare with the words.
@@ -60,10 +71,13 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
 }
 
-/// Bytes of bookkeeping a block: its word, the count of what is lent, its link among the blank, its key and
-/// its stamp in the eviction queue. Entries of the index and the queue, which come as blocks are published,
-/// add some 20.
-const BYTES_PER_BLOCK: usize = 8 + 4 + 4 + 32 + 8;
+/// On a cache line of its own: every call of every thread changes it.
+#[repr(align(64))]
+struct OwnLine<T>(T);
+
+/// Bytes of bookkeeping a block, in a pool that is not small; its bit among the blank ones is left out.
+const BYTES_PER_BLOCK: usize =
+    size_of::<BlockWord>() + Log::BYTES_PER_BLOCK + Index::BYTES_PER_BLOCK + Contents::BYTES_PER_BLOCK;
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
@@ -84,12 +98,13 @@ impl BlockPool {
             block_size,
             prefix_cache,
             words: (0..=num_blocks).map(|_| BlockWord::default()).collect(),
-            lent: (0..=num_blocks).map(|_| AtomicU32::new(0)).collect(),
             blank: BlankBlocks::new(num_blocks),
-            free: AtomicUsize::new(num_blocks),
-            idle: AtomicUsize::new(0),
+            log: Log::new(num_blocks),
+            index: Index::new(num_blocks),
+            contents: Contents::new(num_blocks),
+            free: OwnLine(AtomicUsize::new(num_blocks)),
+            idle: AtomicIsize::new(0),
             quarantined: AtomicIsize::new(0),
-            cache: Mutex::new(Cache::new(num_blocks)),
             epoch: AtomicU64::new(0),
             serial: AtomicU64::new(0),
             table_references: AtomicUsize::new(0),
@@ -115,7 +130,7 @@ impl BlockPool {
 
     /// Blocks that can be handed out: blank and idle.
     pub fn num_free(&self) -> usize {
-        self.0.free.load(Ordering::Acquire)
+        self.0.num_free()
     }
 
     /// Free blocks without content.
@@ -125,12 +140,12 @@ impl BlockPool {
 
     /// Free blocks with published content.
     pub fn num_idle(&self) -> usize {
-        self.0.idle.load(Ordering::Acquire)
+        self.0.idle.load(Ordering::Relaxed).max(0) as usize
     }
 
     /// Blocks without a reference that a plan in flight still needs as they are.
     pub fn num_quarantined(&self) -> usize {
-        self.0.quarantined.load(Ordering::Acquire).max(0) as usize
+        self.0.num_quarantined()
     }
 
     /// Blocks with a reference.
@@ -140,45 +155,41 @@ impl BlockPool {
 
     /// `n` blocks with one reference each, lent to the caller; all or nothing.
     pub fn allocate(&self, n: usize) -> Result<Vec<BlockId>> {
+        let mut blocks = Vec::new();
+        self.allocate_into(n, &mut blocks)?;
+        Ok(blocks)
+    }
+
+    /// The same, appended to `blocks`.
+    pub fn allocate_into(&self, n: usize, blocks: &mut Vec<BlockId>) -> Result<()> {
         let pool = &*self.0;
         if !pool.reserve(n) {
             return Err(pool.out_of_blocks(n, n <= pool.num_blocks));
         }
-        let mut blocks = Vec::with_capacity(n);
-        pool.take_reserved(n, &mut blocks);
-        pool.lend(&blocks);
-        Ok(blocks)
+        blocks.reserve(n);
+        pool.take_claimed(n, Claim::Lent, blocks);
+        Ok(())
     }
 
     /// Lend one more reference for each mention of a block, which must be referenced; null blocks are passed
     /// over. All or nothing.
     pub fn share(&self, blocks: &[BlockId]) -> Result<()> {
-        let pool = &*self.0;
-        pool.check_blocks(blocks)?;
-        for (index, &block) in blocks.iter().enumerate().filter(|(_, block)| !block.is_null()) {
-            if let Err(word) = pool.words[block.index()].add_reference(|word| word.references() > 0) {
-                pool.drop_references(&blocks[..index]);
-                return Err(match word.references() {
-                    0 => pool.not_referenced(block),
-                    _ => Error::RefCountOverflow { block, max: MAX_REFERENCES },
-                });
-            }
-        }
-        pool.lend(blocks);
-        Ok(())
+        self.0.lend(blocks)
     }
 
-    /// Take back one lent reference for each mention of a block; null blocks are passed over. All or nothing;
-    /// references that tables own are out of reach.
+    /// Take back one lent reference for each mention of a block; null blocks are passed over. All or nothing,
+    /// unless two calls at once take back the same; references that tables own are out of reach.
     pub fn release(&self, blocks: &[BlockId]) -> Result<()> {
-        self.0.take_back(blocks)?;
-        self.0.drop_references(blocks);
-        Ok(())
+        self.0.check_lent(blocks)?;
+        match self.0.settle(blocks.iter().rev().copied(), Claim::Lent) {
+            Some(block) => Err(self.0.not_referenced(block)),
+            None => Ok(()),
+        }
     }
 
     /// References to a block, lent and those of tables.
     pub fn ref_count(&self, block: BlockId) -> Result<u32> {
-        self.0.check_blocks(&[block])?;
+        self.0.check_block(block)?;
         Ok(self.0.words[block.index()].load().references())
     }
 
@@ -249,7 +260,21 @@ impl Shared {
     }
 
     pub(crate) fn num_free(&self) -> usize {
-        self.free.load(Ordering::Acquire)
+        self.free.0.load(Ordering::Relaxed)
+    }
+
+    fn num_quarantined(&self) -> usize {
+        self.quarantined.load(Ordering::Relaxed).max(0) as usize
+    }
+
+    #[cfg(feature = "internals")]
+    pub(crate) fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + size_of_val(&*self.words)
+            + self.blank.bytes()
+            + self.log.bytes()
+            + self.index.bytes()
+            + self.contents.bytes()
     }
 
     /// Whether anybody besides one user refers to a block or holds it.
@@ -263,53 +288,6 @@ impl Shared {
 
     pub(crate) fn out_of_blocks(&self, needed: usize, ever_fits: bool) -> Error {
         self.counters.refusals.add(1);
-        Error::OutOfBlocks {
-            needed,
-            free: self.num_free(),
-            quarantined: self.quarantined.load(Ordering::Acquire).max(0) as usize,
-            ever_fits,
-        }
-    }
-
-    fn lend(&self, blocks: &[BlockId]) {
-        for block in blocks.iter().filter(|block| !block.is_null()) {
-            self.lent[block.index()].fetch_add(1, Ordering::AcqRel);
-        }
-    }
-
-    /// Lent references become the caller's; all or nothing.
-    pub(crate) fn take_back(&self, blocks: &[BlockId]) -> Result<()> {
-        self.check_blocks(blocks)?;
-        for (index, &block) in blocks.iter().enumerate().filter(|(_, block)| !block.is_null()) {
-            let taken = self.lent[block.index()]
-                .fetch_update(Ordering::AcqRel, Ordering::Acquire, |lent| lent.checked_sub(1));
-            if taken.is_err() {
-                self.lend(&blocks[..index]);
-                return Err(self.not_referenced(block));
-            }
-        }
-        Ok(())
-    }
-
-    fn check_blocks(&self, blocks: &[BlockId]) -> Result<()> {
-        let outside = |block: &&BlockId| block.index() > self.num_blocks;
-        match blocks.iter().find(outside) {
-            Some(block) => Err(self.no_such_block(i64::from(block.as_u32()))),
-            None => Ok(()),
-        }
-    }
-
-    fn no_such_block(&self, id: i64) -> Error {
-        Error::InvalidBlock(format!("ids must be between 1 and {}, not {id}", self.num_blocks))
-    }
-
-    fn not_referenced(&self, block: BlockId) -> Error {
-        let references = self.words[block.index()].load().references();
-        let lent = self.lent[block.index()].load(Ordering::Acquire);
-        let id = block.as_i32();
-        Error::InvalidBlock(format!(
-            "ids must name blocks that are referenced, and to release lent, as often as they are named, not \
-             block {id}: it has {references} references, {lent} of them lent"
-        ))
+        Error::OutOfBlocks { needed, free: self.num_free(), quarantined: self.num_quarantined(), ever_fits }
     }
 }

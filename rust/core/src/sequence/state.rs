@@ -125,8 +125,20 @@ impl SequenceState {
         Ok(())
     }
 
-    pub(crate) fn push_known(&mut self, token: i32) {
-        self.history.tokens.push(token);
+    pub(crate) fn push_all_known(&mut self, tokens: &[i32]) {
+        self.history.tokens.extend_from_slice(tokens);
+    }
+
+    /// Append tokens, some of which may be unknown.
+    pub(crate) fn push_all(&mut self, tokens: &[i32]) {
+        let (start, history) = (self.num_tokens(), &mut self.history);
+        history.tokens.extend_from_slice(tokens);
+        let unknown = tokens.iter().enumerate().filter(|(_, token)| **token == UNKNOWN_TOKEN);
+        history.unknown.extend(unknown.map(|(index, _)| start + index));
+    }
+
+    pub(crate) fn knows_all(&self) -> bool {
+        self.history.unknown.is_empty()
     }
 
     pub(crate) fn extend_unknown(&mut self, n: usize) -> Result<()> {
@@ -158,7 +170,7 @@ impl SequenceState {
     /// The token at `position`, which is unknown or the next one, becomes known.
     pub(super) fn tell(&mut self, position: usize, token: i32) {
         if position == self.num_tokens() {
-            self.push_known(token);
+            self.push_all_known(&[token]);
         } else {
             self.history.tokens[position] = token;
             if let Ok(index) = self.history.unknown.binary_search(&position) {
@@ -170,11 +182,23 @@ impl SequenceState {
 
     // Forks and cuts
 
-    pub(crate) fn fork(&self) -> Result<Self> {
+    pub(crate) fn fork(&mut self) -> Result<Self> {
         self.refuse_in_flight("a sequence in a plan in flight cannot be forked")?;
+        self.hash_known_blocks();
         let serial = self.shared().next_serial();
         let table = self.table.fork(self.table.num_tokens())?;
         Ok(Self { serial, history: self.history.clone(), table, steps: Steps::default() })
+    }
+
+    /// Before forks are made that would each do it for themselves.
+    fn hash_known_blocks(&mut self) {
+        let history = &mut self.history;
+        let shared = self.table.pool().shared();
+        if shared.prefix_cache && (history.read_cache || history.write_cache) {
+            let known = history.unknown.front().copied().unwrap_or(history.tokens.len());
+            let tokens = &history.tokens[..known];
+            history.chain.extend(tokens, &history.extras, shared.block_size, known / shared.block_size);
+        }
     }
 
     /// Go on as another sequence does.
@@ -283,10 +307,12 @@ impl SequenceState {
 
     /// Undo `hold_found`, as if it had never been.
     pub(crate) fn unhold_found(&mut self, num_blocks: usize) {
-        let blocks = self.table.take_off_found(num_blocks);
-        self.shared().unhold_prefix(&blocks);
-        self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
-        self.note_found();
+        if num_blocks > 0 {
+            let blocks = self.table.take_off_found(num_blocks);
+            self.shared().unhold_prefix(&blocks);
+            self.shared().counters.hit_tokens.subtract(num_blocks * self.block_size());
+            self.note_found();
+        }
     }
 
     /// Give back what `hold_found` found, as a release of now.
@@ -318,14 +344,14 @@ impl SequenceState {
     }
 
     /// The tokens up to `stop` are computed.
-    pub(super) fn compute_to(&mut self, stop: usize) {
+    pub(crate) fn compute_to(&mut self, stop: usize) {
         self.history.num_computed = stop;
         self.publish_full_blocks();
     }
 
     /// Publish the blocks that are full, known and computed by now. Where an equal block is findable
     /// already, the sequence goes over to that one, and its own comes free.
-    fn publish_full_blocks(&mut self) {
+    pub(crate) fn publish_full_blocks(&mut self) {
         let history = &mut self.history;
         let shared = self.table.pool().shared();
         let full = history.num_computed / shared.block_size;

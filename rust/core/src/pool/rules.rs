@@ -1,0 +1,73 @@
+//! What one thread may rely on while it is alone.
+
+use super::{BlockPool, Shared, word::Claim};
+use crate::{ids::BlockId, key::Key};
+
+fn key(number: u64) -> Key {
+    Key::from_words([number; 4])
+}
+
+fn published(shared: &Shared, numbers: std::ops::Range<u64>) -> Vec<BlockId> {
+    let keys: Vec<_> = numbers.map(key).collect();
+    let mut blocks = Vec::new();
+    assert!(shared.reserve(keys.len()));
+    shared.take_reserved(keys.len(), &mut blocks);
+    assert!(shared.publish(&blocks, &keys, 0, true).is_empty());
+    blocks
+}
+
+#[test]
+fn least_recently_released_gives_way_first_and_of_one_release_the_deepest() -> crate::Result<()> {
+    let pool = BlockPool::new(9, 1, true)?;
+    let shared = pool.shared();
+    let [first, second, third] = [0..3, 3..6, 6..9].map(|numbers| published(shared, numbers));
+    for released in [&second, &first, &third] {
+        shared.drop_references(released);
+    }
+    let (hits, _) = shared.hold_prefix(&[key(4)], None);
+    assert_eq!(hits, second[1..2]);
+    shared.drop_references(&hits); // it was used again, so now it is the last
+    let (hits, _) = shared.hold_prefix(&[key(3)], None);
+    shared.unhold_prefix(&hits); // as if it had never been
+    let order = [second[2], second[0], first[2], first[1], first[0], third[2], third[1], third[0], second[1]];
+    for block in order {
+        assert_eq!(pool.allocate(1)?, [block]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_release_that_is_refused_changes_nothing() -> crate::Result<()> {
+    let pool = BlockPool::new(3, 1, true)?;
+    let (lent, owned) = (pool.allocate(2)?, published(pool.shared(), 0..1));
+    for refused in [[lent[0], owned[0]], [lent[0], lent[0]]] {
+        assert!(pool.release(&refused).is_err());
+        assert_eq!(pool.ref_count(lent[0])?, 1);
+    }
+    pool.release(&lent)?;
+    assert!(pool.release(&lent).is_err());
+    assert_eq!((pool.num_free(), pool.ref_count(owned[0])?), (2, 1));
+    Ok(())
+}
+
+#[test]
+fn a_reset_leaves_all_that_is_free_blank() -> crate::Result<()> {
+    let pool = BlockPool::new(3, 1, true)?;
+    let blocks = published(pool.shared(), 0..3);
+    pool.shared().drop_references(&blocks[1..]);
+    assert_eq!((pool.num_free(), pool.num_idle()), (2, 2));
+    assert_eq!(pool.reset_prefix_cache(), 1);
+    assert_eq!((pool.num_free(), pool.num_idle()), (2, 0));
+    pool.shared().drop_references(&blocks[..1]);
+    assert_eq!((pool.num_free(), pool.num_idle()), (3, 0));
+    Ok(())
+}
+
+#[test]
+fn a_claim_of_another_kind_is_not_dropped() -> crate::Result<()> {
+    let pool = BlockPool::new(1, 1, true)?;
+    let owned = published(pool.shared(), 0..1);
+    assert_eq!(pool.shared().settle(owned.iter().copied(), Claim::Lent), Some(owned[0]));
+    assert_eq!((pool.num_free(), pool.ref_count(owned[0])?), (0, 1));
+    Ok(())
+}
