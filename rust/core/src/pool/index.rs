@@ -160,7 +160,7 @@ fn seed() -> u64 {
     0x9e37_79b9_7f4a_7c15
 }
 
-#[cfg(all(test, not(any(loom, schedules))))]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::collections::HashSet;
 

@@ -1,6 +1,6 @@
 //! What one thread may rely on while it is alone.
 
-use super::{BlockPool, Shared, word::Claim};
+use super::{BlockPool, Opening, Shared, log::Position, word::Claim};
 use crate::{ids::BlockId, key::Key};
 
 fn key(number: u64) -> Key {
@@ -69,5 +69,39 @@ fn a_claim_of_another_kind_is_not_dropped() -> crate::Result<()> {
     let owned = published(pool.shared(), 0..1);
     assert_eq!(pool.shared().settle(owned.iter().copied(), Claim::Lent), Some(owned[0]));
     assert_eq!((pool.num_free(), pool.ref_count(owned[0])?), (0, 1));
+    Ok(())
+}
+
+#[test]
+fn a_log_without_room_costs_content_and_no_block() -> crate::Result<()> {
+    let pool = BlockPool::new(2, 1, true)?;
+    let shared = pool.shared();
+    let blocks = published(shared, 0..2);
+    shared.drop_references(&blocks[..1]);
+    let (hits, _) = shared.hold_prefix(&[key(0)], None);
+    assert_eq!(hits, blocks[..1]);
+    // As by readers who passed the entry, and by writers who were stopped before they entered theirs.
+    let place = shared.log.place(hits[0]);
+    assert!(shared.log.move_place(hits[0], place, Position::NOWHERE));
+    while shared.log.reserve(1).is_some() {}
+    shared.unhold_prefix(&hits);
+    assert_eq!((pool.num_free(), pool.num_idle()), (1, 0));
+    while shared.log.reserve(1).is_some() {}
+    shared.drop_references(&blocks[1..]);
+    assert_eq!((pool.num_free(), pool.num_idle()), (2, 0));
+    assert_eq!(pool.allocate(2)?.len(), 2);
+    Ok(())
+}
+
+#[test]
+fn a_block_that_a_plan_holds_or_that_is_lent_is_not_opened() -> crate::Result<()> {
+    let pool = BlockPool::new(2, 1, true)?;
+    let blocks = published(pool.shared(), 0..2);
+    pool.shared().add_references(&blocks[..1])?;
+    pool.shared().references_to_holds(&blocks[..1]);
+    pool.share(&blocks[1..])?;
+    for block in blocks {
+        assert_eq!(pool.shared().open(block), Opening::Shared);
+    }
     Ok(())
 }

@@ -106,22 +106,23 @@ fn who_has_a_unit_sees_the_idle_block_that_it_was_given_for() {
 }
 
 #[test]
-fn marks_lead_to_all_blank_blocks_when_nobody_is_at_work() {
+fn who_hits_comes_after_who_wrote_anew_to_the_same_word() {
     check(|| {
-        let blank = Arc::new(BlankBlocks::new(4)); // in models three levels, of words of two bits
-        let churn = |blank: &BlankBlocks| {
-            let mut taken = Vec::new();
-            blank.take(2, &mut taken);
-            let mut back = Giving::new(blank);
-            for block in taken {
-                back.add(block);
+        let pool = BlockPool::new(1, 1, true).unwrap();
+        let owners = Owners::new(1);
+        let keys = keys(&pool, 2);
+        let blocks = published(&pool, &keys[..1]);
+        let (other, others, wanted) = (pool.clone(), Arc::clone(&owners), keys[0]);
+        let reader = move || {
+            for block in other.shared().hold_prefix(&[wanted], None).0 {
+                others.read(block);
             }
-            back.finish();
         };
-        let other = Arc::clone(&blank);
-        at_once(move || churn(&other), || churn(&blank));
-        let mut all = Vec::new();
-        blank.take(4, &mut all);
-        assert_eq!(all.len(), 4);
+        at_once(reader, || {
+            if pool.shared().open(blocks[0]) == Opening::Unpublished {
+                owners.write(blocks[0]);
+                pool.shared().publish(&blocks, &keys[1..], 0, false);
+            }
+        });
     });
 }

@@ -10,7 +10,7 @@ use super::baton::Random;
 use crate::{
     ids::BlockId,
     key::{Key, KeyChain},
-    pool::{BlockPool, Opening, Shared},
+    pool::{BlockPool, Opening, Shared, blank::Giving},
     sync::{Ordering, point},
 };
 
@@ -78,6 +78,12 @@ impl World {
         self.check();
         let num_blocks = self.pool.num_blocks();
         assert_eq!((self.pool.num_free(), self.pool.num_quarantined()), (num_blocks, 0));
+        let (blank, mut marked) = (&self.pool.shared().blank, Vec::new());
+        blank.take(num_blocks, &mut marked);
+        assert_eq!(marked.len(), self.pool.num_blank(), "marks lead to all blank blocks");
+        let mut back = Giving::new(blank);
+        marked.into_iter().for_each(|block| back.add(block));
+        back.finish();
         let mut all = self.pool.allocate(num_blocks).unwrap_or_default();
         all.sort_unstable();
         assert!(all.iter().copied().eq(self.pool.shared().all_blocks()), "{all:?} are all blocks");
