@@ -219,12 +219,18 @@ def shown(record):
     def text(value):
         return value if isinstance(value, str) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
-    parts = [f"{name} {text(value)}" for name, value in record.items() if name not in ("kind", "dtype", "shape", "bytes")]
+    parts = [
+        f"{name} {text(value)}"
+        for name, value in record.items()
+        if name not in ("kind", "dtype", "shape", "bytes")
+    ]
     return f"{record['kind']:8}{record['dtype']:9} {record['shape']:10} " + ", ".join(parts)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = ["decode", "prefill", "shared", "pages", "threads", "figure"]
     parser.add_argument("kinds", nargs="+", choices=kinds)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
@@ -246,10 +252,18 @@ def main():
     if "figure" in arguments.kinds:
         return figure(arguments.svg, records)
     chosen = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes or ()]
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; kvfolio, {kv.get_num_threads()} threads")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; kvfolio, {kv.get_num_threads()} threads"
+    )
     for kind in arguments.kinds:
         for dtype in arguments.dtype:
-            work = {"decode": decode, "prefill": prefill, "shared": shared, "pages": pages, "threads": threads}[kind]
+            work = {
+                "decode": decode,
+                "prefill": prefill,
+                "shared": shared,
+                "pages": pages,
+                "threads": threads,
+            }[kind]
             shapes = {"decode": DECODE, "prefill": PREFILL}.get(kind)
             more = (chosen or shapes,) if shapes else ()
             for record in work(dtype, *more, seconds=arguments.seconds):

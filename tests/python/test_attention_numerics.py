@@ -51,7 +51,9 @@ def textbook(q, k, v):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 1)])
-@pytest.mark.parametrize(("length", "queries"), [(1, 1), (113, 1), (1000, 1), (300, 300), (513, 64), (700, 5)])
+@pytest.mark.parametrize(
+    ("length", "queries"), [(1, 1), (113, 1), (1000, 1), (300, 300), (513, 64), (700, 5)]
+)
 def test_errors_are_at_most_those_of_torch(dtype, head_dim, heads, length, queries):
     cache = make_cache(16, heads[1], head_dim, dtype)
     kind = cache.keys[0].dtype
@@ -132,19 +134,39 @@ def test_every_instruction_set_that_can_run_here_passes_the_tests_of_attention(c
     environment = os.environ | {"KVFOLIO_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
     tests = [str(Path(__file__).parent / "test_attention.py"), __file__]
     chosen = "errors or every_dtype or options or prefill or discarded or nan or samples or dead"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({chosen}) and not every_instruction"]
-    run = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        f"({chosen}) and not every_instruction",
+    ]
+    run = subprocess.run(
+        [*command, *tests], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert run.returncode == 0, run.stdout[-2000:]
 
 
 def test_the_number_of_threads_is_a_number_of_threads(all_threads):
     kv.set_num_threads(3)
     assert kv.get_num_threads() == 3
-    for wrong, error in [(0, ValueError), (-1, ValueError), (10**6, ValueError), (2.0, TypeError), (True, TypeError)]:
+    for wrong, error in [
+        (0, ValueError),
+        (-1, ValueError),
+        (10**6, ValueError),
+        (2.0, TypeError),
+        (True, TypeError),
+    ]:
         with pytest.raises(error, match="num_threads must be"):
             kv.set_num_threads(wrong)
     assert kv.get_num_threads() == 3
     script = "import kvfolio as kv; print(kv.get_num_threads())"
     environment = os.environ | {"KVFOLIO_NUM_THREADS": "5", "OMP_NUM_THREADS": "2"}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "5"
