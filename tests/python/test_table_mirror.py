@@ -14,7 +14,7 @@ NUMBERS = ("num_tokens", "max_query_len", "max_seq_len")
 def plans(block_size=4):
     """Many plans of a batch where rows come, go, are cut, reordered and left out, not yet ended."""
     pool = kv.BlockPool(120, block_size)
-    batch = batch_of(pool, 5, 80)
+    batch = batch_of(pool, 5, 800)
     rng = np.random.default_rng(5)
     for step in range(150):
         rows = batch.rows
@@ -41,7 +41,7 @@ def picture(plan):
 
 
 def work(inbox, outbox):
-    mirror = kv.TableMirror(max_sequences=5, max_tokens_per_sequence=80, block_size=4)
+    mirror = kv.TableMirror(max_sequences=5, max_tokens_per_sequence=800, block_size=4)
     while (message := inbox.recv()) is not None:
         outbox.send(picture(mirror.take(message)))
 
@@ -87,7 +87,7 @@ def test_messages_that_do_not_belong_are_refused_and_change_nothing():
         plan.commit()
         if len(messages) == 3:
             break
-    mirror = kv.TableMirror(max_sequences=5, max_tokens_per_sequence=80, block_size=4)
+    mirror = kv.TableMirror(max_sequences=5, max_tokens_per_sequence=800, block_size=4)
     mirror.take(messages[0])
     before = mirror.table.copy()
     for message, error, why in [
@@ -103,7 +103,7 @@ def test_messages_that_do_not_belong_are_refused_and_change_nothing():
     np.testing.assert_array_equal(mirror.table, before)
     mirror.take(messages[1])
     with pytest.raises(ValueError, match="message must be of blocks of 8 tokens, not 4"):
-        kv.TableMirror(max_sequences=5, max_tokens_per_sequence=80, block_size=8).take(messages[0])
+        kv.TableMirror(max_sequences=5, max_tokens_per_sequence=800, block_size=8).take(messages[0])
     with pytest.raises(ValueError, match="message must be of a batch of 1 rows of 1 blocks"):
         kv.TableMirror(max_sequences=1, max_tokens_per_sequence=4, block_size=4).take(messages[0])
     with pytest.raises(TypeError, match="data must be bytes, not int"):

@@ -48,7 +48,7 @@ def test_one_copy_brings_a_plan_to_the_device_and_the_table_may_stay_behind():
 @pytest.mark.parametrize("device", [device for device in DEVICES if device != "meta"])
 def test_a_device_table_holds_every_plans_table(device):
     pool = kv.BlockPool(60, 2)
-    batch = batch_of(pool, 5, 40)
+    batch = batch_of(pool, 5, 400)
     table = kvt.DeviceTable(batch, device=device)
     address = table.tensor.data_ptr()
     rng = np.random.default_rng(3)
