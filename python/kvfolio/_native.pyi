@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex, TypeAlias, final
+from typing import Any, Final, NoReturn, Self, SupportsIndex, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 __all__ = [
     "Batch",
@@ -14,6 +15,7 @@ __all__ = [
     "BlockTable",
     "Context",
     "Plan",
+    "PlanBuffers",
     "Sequence",
     "__version__",
     "attend",
@@ -223,6 +225,7 @@ class Batch:
         out: PlanBuffers | None = None,
     ) -> Plan: ...
 
+@disjoint_base
 class PlanBuffers:
     def __new__(
         cls,
@@ -249,6 +252,8 @@ class PlanBuffers:
 @final
 class Plan:
     def to_bytes(self) -> bytes: ...
+    def __copy__(self) -> NoReturn: ...
+    def __deepcopy__(self, _memo: object, /) -> NoReturn: ...
     @property
     def pool(self) -> BlockPool: ...
     @property
