@@ -51,7 +51,9 @@ class Mutant:
 
     @classmethod
     def read(cls, path: Path) -> "Mutant":
-        what, found, killer = path.read_text().partition("\n")[0].removeprefix("# ").partition(". Killed by: ")
+        what, found, killer = (
+            path.read_text().partition("\n")[0].removeprefix("# ").partition(". Killed by: ")
+        )
         sanitizer, _, program = killer.partition(" ")
         if not found or (sanitizer, program) not in PROGRAMS:
             allowed = ", ".join(" ".join(program) for program in PROGRAMS)
@@ -78,9 +80,20 @@ def copy_sources() -> None:
 
 def build(program: tuple[str, str]) -> Path:
     sanitizer = program[0]
-    host = subprocess.run(["rustc", "--print", "host-tuple"], text=True, capture_output=True, check=True).stdout.strip()
+    host = subprocess.run(
+        ["rustc", "--print", "host-tuple"], text=True, capture_output=True, check=True
+    ).stdout.strip()
     # With a target, build scripts and macros stay as they are.
-    command = ["cargo", *PROGRAMS[program][0], "--release", "-p", "kvfolio", "--target", host, "--message-format=json"]
+    command = [
+        "cargo",
+        *PROGRAMS[program][0],
+        "--release",
+        "-p",
+        "kvfolio",
+        "--target",
+        host,
+        "--message-format=json",
+    ]
     env = os.environ | {
         "RUSTC_BOOTSTRAP": "1",
         "RUSTFLAGS": f"-Zsanitizer={sanitizer} -Cunsafe-allow-abi-mismatch=sanitizer",
@@ -88,7 +101,9 @@ def build(program: tuple[str, str]) -> Path:
         "CARGO_PROFILE_RELEASE_LTO": "off",
         "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "16",
     }
-    done = subprocess.run([*command, "--quiet"], cwd=COPY, env=env, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [*command, "--quiet"], cwd=COPY, env=env, text=True, capture_output=True, check=False
+    )
     messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0:
         rendered = [message["message"]["rendered"] for message in messages if "message" in message]
@@ -107,7 +122,9 @@ def run(program: tuple[str, str], seconds: int) -> tuple[bool, str]:
     }
     command = [str(build(program)), *words]
     try:
-        done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=20 * seconds + 600, check=False)
+        done = subprocess.run(
+            command, env=env, text=True, capture_output=True, timeout=20 * seconds + 600, check=False
+        )
     except subprocess.TimeoutExpired:
         raise Unfit(f"{name} under {sanitizer} does not end") from None
     return done.returncode == 0 and REPORTS[sanitizer] not in done.stderr, done.stdout + done.stderr

@@ -40,7 +40,12 @@ def build() -> Path:
 
 def count(program: Path, step: str) -> float:
     """Instructions for each block, or each step of a batch."""
-    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", "--toggle-collect=*counted*"]
+    valgrind = [
+        "valgrind",
+        "--tool=callgrind",
+        "--callgrind-out-file=/dev/null",
+        "--toggle-collect=*counted*",
+    ]
     done = subprocess.run([*valgrind, str(program), step], text=True, capture_output=True, check=False)
     collected = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode != 0 or collected is None or collected[1] == "0":
@@ -55,8 +60,12 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("skipped: instructions are counted by valgrind, which is not installed")
         return 0
-    compiler = subprocess.run(["rustc", "--version"], text=True, capture_output=True, check=True).stdout.strip()
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
+    compiler = subprocess.run(
+        ["rustc", "--version"], text=True, capture_output=True, check=True
+    ).stdout.strip()
+    recorded = (
+        json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
+    )
     if recorded["compiler"] != compiler:
         print(f"the recorded figures are of {recorded['compiler']}, these are of {compiler}")
     program = build()
@@ -66,12 +75,17 @@ def main() -> int:
         figures[step] = now
         change = now / before - 1 if before else None
         grown |= change is None or change > MOST_GROWTH
-        print(f"{step:26} {now:10.1f}  " + ("not recorded" if change is None else f"{before:10.1f}  {change:+.1%}"))
+        print(
+            f"{step:26} {now:10.1f}  "
+            + ("not recorded" if change is None else f"{before:10.1f}  {change:+.1%}")
+        )
     if options.record:
         RECORD.write_text(json.dumps({"compiler": compiler, "instructions": figures}, indent=2) + "\n")
         return 0
     if grown:
-        print("grown by more than 5 %, or not recorded; python benches/instructions.py --record if it has to be")
+        print(
+            "grown by more than 5 %, or not recorded; python benches/instructions.py --record if it has to be"
+        )
     return grown
 
 
