@@ -11,7 +11,7 @@ export VENV
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python mutants wheel format clean
+.PHONY: help demo test lint test-rust test-python mutants sanitize bench-instructions wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -41,6 +41,12 @@ test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
 
 mutants: ## Break the pool at one place after the other, and see that a test notices
 	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
+
+sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see both find what is broken on purpose
+	@.ci/timed "make sanitize" $(PYTHON) .ci/sanitize.py
+
+bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
+	@$(PYTHON) benches/instructions.py
 
 wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
 

@@ -15,6 +15,8 @@ from kvfolio._native import (
     Sequence,
     __version__,
     block_layout,
+    get_num_threads,
+    set_num_threads,
 )
 from kvfolio.errors import (
     BatchFull,
@@ -30,6 +32,8 @@ from kvfolio.errors import (
 )
 from kvfolio.kv_cache import KVCache
 from kvfolio.kv_spec import KVSpec
+from kvfolio.plan_buffers import PlanBuffers
+from kvfolio.table_mirror import MirroredPlan, PlanMessage, TableMirror
 
 __all__ = [
     "Batch",
@@ -44,12 +48,18 @@ __all__ = [
     "KVCache",
     "KVFolioError",
     "KVSpec",
+    "MirroredPlan",
     "OutOfBlocks",
     "Plan",
+    "PlanBuffers",
     "PlanInFlight",
+    "PlanMessage",
     "RefCountOverflow",
     "Sequence",
     "StaleHandle",
+    "TableMirror",
     "__version__",
     "block_layout",
+    "get_num_threads",
+    "set_num_threads",
 ]

@@ -7,6 +7,8 @@ tensors: whoever passes one has imported it.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -51,7 +53,7 @@ def kind_of(argument: str, value: object) -> Kind:
 def stored_dtype(argument: str, value: Array) -> str:
     """The name of an array's storage type; uint16 counts as the bits of bfloat16."""
     kind_of(argument, value)
-    name = str(value.dtype).removeprefix("torch.")
+    name = _plain_name(value.dtype)
     name = "bfloat16" if name == "uint16" else name
     if name not in ITEM_SIZES or not _is_native(value):
         raise TypeError(f"{argument} must be of dtype {', '.join(ITEM_SIZES)}, not {value.dtype}")
@@ -64,7 +66,7 @@ _SPELLINGS = {"bfloat16": "uint16"}  # numpy has no bfloat16 of its own; its bit
 def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[Any]:
     """The same memory as the kernels take it; TypeError or ValueError if it is not fit for them."""
     kind = kind_of(argument, value)
-    if str(value.dtype).removeprefix("torch.") not in (dtype, _SPELLINGS.get(dtype)) or not _is_native(value):
+    if _plain_name(value.dtype) not in (dtype, _SPELLINGS.get(dtype)) or not _is_native(value):
         raise TypeError(f"{argument} must be of dtype {dtype}, as the cache is, not {value.dtype}")
     if value.ndim != ndim:
         raise ValueError(f"{argument} must have {ndim} dimensions, not shape {tuple(value.shape)}")
@@ -80,14 +82,13 @@ def with_adjacent_rows(view: NDArray[Any]) -> NDArray[Any]:
     return view if adjacent and whole and view.flags.aligned else np.ascontiguousarray(view)
 
 
-def empty_like(value: Array) -> tuple[Array, NDArray[Any]]:
-    """A new dense array of the same kind, shape and dtype, and the kernels' view of it."""
+def empty_like(value: Array, dtype: str) -> tuple[Array, NDArray[Any]]:
+    """A new dense array of the same kind and shape, and of the storage type, and the kernels' view of it."""
     if not is_tensor(value):
         out = np.empty(value.shape, value.dtype)
-        return out, out.view(np.uint16) if stored_dtype("value", out) == "bfloat16" else out
-    torch = sys.modules["torch"]
-    tensor = torch.empty(value.shape, dtype=value.dtype)
-    return tensor, _tensor_as_numpy("value", tensor, bits=stored_dtype("value", tensor) == "bfloat16")
+        return out, out.view(np.uint16) if dtype == "bfloat16" else out
+    view: NDArray[Any] = np.empty(value.shape, _SPELLINGS.get(dtype, dtype))
+    return sys.modules["torch"].from_numpy(view).view(value.dtype), view
 
 
 def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.float32]]:
@@ -96,19 +97,42 @@ def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.
     return (sys.modules["torch"].from_numpy(out) if is_tensor(like) else out), out
 
 
+def max_threads(value: Array) -> int | None:
+    """Torch's own number of threads for tensors, which then do not compete with ours for more CPUs."""
+    return int(sys.modules["torch"].get_num_threads()) if is_tensor(value) else None
+
+
+HUGE_PAGE = 2 << 20
+
+
 def zeros(shape: Sequence[int], dtype: str, kind: Kind) -> Array:
     """Fresh storage, of which the system supplies a page when it is first written."""
-    item_size, line = ITEM_SIZES[dtype], 64
-    size = int(np.prod(shape, dtype=object)) * item_size
-    memory = np.zeros(size + line, np.uint8)
-    start = -memory.ctypes.data % line  # vectors that straddle cache lines cost two loads
-    bits = memory[start : start + size].view(np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
+    size = int(np.prod(shape, dtype=object)) * ITEM_SIZES[dtype]
+    bits = _zero_bytes(size).view(np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
     if kind == "numpy":
         return bits.view(_numpy_bfloat16()) if dtype == "bfloat16" else bits
     import torch
 
     tensor = torch.from_numpy(bits)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def _zero_bytes(size: int) -> NDArray[np.uint8]:
+    """Zeros; large ones in huge pages where the system has them, since scattered blocks miss translations."""
+    line = 64  # vectors that straddle cache lines cost two loads
+    unit = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else line
+    if unit == line:
+        memory = np.zeros(size + unit, np.uint8)
+    else:
+        try:
+            area = mmap.mmap(-1, size + unit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"the system refuses {size} bytes for K or V of a layer: {error}") from None
+        with contextlib.suppress(OSError):  # a system built without them
+            area.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(area, np.uint8)
+    start = -memory.ctypes.data % unit
+    return memory[start : start + size]
 
 
 def float32_vector(argument: str, value: object, length: int) -> NDArray[np.float32]:
@@ -132,18 +156,25 @@ def _tensor_as_numpy(argument: str, tensor: Any, *, bits: bool) -> NDArray[Any]:
     _check_cpu(argument, tensor)
     if tensor.layout != torch.strided:
         raise ValueError(f"{argument} must be a strided tensor, not {tensor.layout}")
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     array: NDArray[Any] = (tensor.view(torch.uint16) if bits else tensor).numpy()
     return array
 
 
 def _check_cpu(argument: str, tensor: Any) -> None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{argument} must be on the cpu, where the cache is, not on {tensor.device}")
 
 
 def _is_native(value: Array) -> bool:
     return is_tensor(value) or bool(value.dtype.isnative)
+
+
+@cache
+def _plain_name(dtype: object) -> str:
+    """Of a dtype of numpy, torch or ml_dtypes; there are few, and to spell one takes a microsecond."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_torch_dtype(dtype: object) -> bool:

@@ -19,6 +19,10 @@ __all__ = [
     "attend",
     "block_layout",
     "copy_blocks",
+    "cpu_capabilities",
+    "get_num_threads",
+    "read_memory",
+    "set_num_threads",
     "write_kv",
 ]
 
@@ -44,6 +48,7 @@ def attend(
     logit_softcap: float | None,
     alibi_slopes: NDArray[np.float32] | None,
     sinks: NDArray[np.float32] | None,
+    max_threads: int | None,
 ) -> None: ...
 def write_kv(
     dtype: str,
@@ -52,7 +57,13 @@ def write_kv(
     keys: NDArray[Any],
     values: NDArray[Any],
     slot_mapping: NDArray[np.int64],
+    *,
+    max_threads: int | None,
 ) -> None: ...
+def cpu_capabilities() -> list[str]: ...
+def get_num_threads() -> int: ...
+def set_num_threads(num_threads: SupportsIndex) -> None: ...
+def read_memory(arrays: list[NDArray[np.uint8]]) -> int: ...
 def copy_blocks(dtype: str, arrays: list[NDArray[Any]], copies: NDArray[np.int32]) -> None: ...
 
 @final
@@ -209,10 +220,35 @@ class Batch:
         *,
         rows: _Integers | None = None,
         num_tokens: SupportsIndex | _Integers | None = None,
+        out: PlanBuffers | None = None,
     ) -> Plan: ...
+
+class PlanBuffers:
+    def __new__(
+        cls,
+        batch: Batch,
+        *,
+        rows: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        query_start_loc: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        slot_mapping: NDArray[np.int64],
+        last_page_len: NDArray[np.int32],
+        logits_rows: NDArray[np.int32],
+        logits_indices: NDArray[np.int64],
+        block_table: NDArray[np.int32],
+        pad_slot: int,
+        pad_seq_len: int,
+        pad_last_page_len: int,
+    ) -> Self: ...
+    @property
+    def batch(self) -> Batch: ...
+    def forget(self) -> None: ...
 
 @final
 class Plan:
+    def to_bytes(self) -> bytes: ...
     @property
     def pool(self) -> BlockPool: ...
     @property

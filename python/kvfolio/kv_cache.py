@@ -238,7 +238,8 @@ class KVCache:
                 "call apply_copies(plan) first"
             )
         views = self._key_views[layer], self._value_views[layer]
-        _native.write_kv(self._dtype, keys, values, *views, np.ascontiguousarray(slots))
+        slots = np.ascontiguousarray(slots)
+        _native.write_kv(self._dtype, keys, values, *views, slots, max_threads=_arrays.max_threads(k))
 
     @overload
     def attend(
@@ -337,7 +338,7 @@ class KVCache:
         num_tokens, num_heads, head_dim = queries.shape
         if sliding_window is not None:
             sliding_window = min(_checks.integer("sliding_window", sliding_window, 1), 2**31)
-        out, out_view = _arrays.empty_like(q)
+        out, out_view = _arrays.empty_like(q, self._dtype)
         lse, lse_view = _arrays.empty_float32((num_tokens, num_heads), q) if return_lse else (None, None)
         _native.attend(
             self._dtype,
@@ -354,6 +355,7 @@ class KVCache:
             logit_softcap=None if logit_softcap is None else _checks.number("logit_softcap", logit_softcap),
             alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads),
             sinks=_per_head("sinks", sinks, num_heads),
+            max_threads=_arrays.max_threads(q),
         )
         return (out, lse) if return_lse else out
 

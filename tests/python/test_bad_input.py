@@ -126,6 +126,7 @@ CALLS = {
     "Plan.extend.token_ids": numbers([7], lambda w, x: w.plan.extend(x)),
 }
 ELSEWHERE = {
+    "Batch.plan.out",  # test_plan_buffers.py
     "Sequence.extend.extras",  # test_context.py
     "Context.extras",
     "Context.model",

@@ -148,6 +148,85 @@ def test_a_second_thread_is_told_or_served(shared):
     assert pool.num_referenced == 0
 
 
+@pytest.mark.usefixtures("switch_often")
+def test_a_plan_that_several_threads_end_ends_once():
+    pool = kv.BlockPool(64, 4)
+    batch, seq = batch_of(pool, 1, 4096), pool.sequence([1])
+    row, endings = batch.add(seq), []
+    for n in range(200):
+        plan, ended = batch.plan(), []
+
+        def end(verb, plan=plan, ended=ended):
+            while True:
+                try:
+                    getattr(plan, verb)()
+                except kv.ConcurrentUse:
+                    continue
+                except kv.StaleHandle:
+                    return
+                ended.append(verb)
+
+        in_threads(lambda: end("commit"), lambda: end("rollback"), lambda: end("commit"))
+        assert len(ended) == 1
+        endings += ended
+        assert seq.num_computed == endings.count("commit")
+        assert plan.extend([n]).tolist() == [ended == ["commit"]]
+    assert batch.remove(row).num_computed == endings.count("commit")
+    seq.free()
+    pool.audit()
+    assert pool.num_referenced == 0
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_all_calls_of_a_pool_may_come_from_any_thread():
+    """Counters stay within what is possible at any moment, references within what was lent."""
+    pool, stop = kv.BlockPool(48, 4), threading.Event()
+
+    def serve(number):
+        for n in range(250):
+            context = kv.Context(tenant=str(n % 2))
+            with contextlib.suppress(kv.OutOfBlocks):
+                ids = pool.allocate(1 + (n + number) % 5)
+                pool.share(ids)
+                assert all(pool.ref_count(block) == 2 for block in ids)
+                table = pool.table(ids)
+                with pytest.raises(kv.InvalidBlock):
+                    pool.release([*ids, *ids])
+                pool.release(ids)
+                table.append(1)
+                fork = table.fork(2)
+                table.release()
+                fork.release()
+            with contextlib.suppress(kv.OutOfBlocks):
+                publish(pool, [n % 3] * 9, context=context)
+            assert pool.match([n % 3] * 9, context) in (0, 4, 8)
+
+    def watch():
+        while not stop.is_set():
+            for number in (pool.num_free, pool.num_idle, pool.num_referenced, pool.num_quarantined):
+                assert 0 <= number <= 48
+            stats = pool.stats()
+            assert stats["evictions"] <= stats["allocations"]
+            pool.reset_prefix_cache()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        in_threads(*(lambda number=number: serve(number) for number in range(6)))
+    finally:
+        stop.set()
+        watcher.join()
+    pool.audit()
+    assert pool.num_referenced == pool.num_quarantined == 0
+
+
+@pytest.mark.skipif(getattr(sys, "_is_gil_enabled", lambda: True)(), reason="needs a free-threaded Python")
+def test_an_import_leaves_the_gil_off():
+    program = "import kvfolio, sys; print(sys._is_gil_enabled())"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_goes_on_with_its_copy():
     """In a process of its own, without the threads of the test runner."""

@@ -8,8 +8,8 @@ pub const MAX_BLOCKS: usize = i32::MAX as usize - 1;
 /// The place that a token holds whose id is not known yet, as it reads in exported arrays.
 pub const UNKNOWN_TOKEN: i32 = -1;
 
-/// One physical block: room for `block_size` tokens' K and V, of every layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// One physical block: room for `block_size` tokens' K and V, of every layer. The default is the null block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct BlockId(u32);
 

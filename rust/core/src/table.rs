@@ -53,7 +53,7 @@ impl Table {
         self.pool.shared()
     }
 
-    fn block_size(&self) -> usize {
+    pub(crate) fn block_size(&self) -> usize {
         self.shared().block_size
     }
 
@@ -98,7 +98,7 @@ impl Table {
 
     /// Free blocks that `n` more tokens take, when others are about to use the blocks in `claimed`, too.
     pub(crate) fn blocks_needed(&self, n: usize, claimed: &HashSet<BlockId>) -> usize {
-        let total = (self.num_tokens + n).div_ceil(self.block_size());
+        let total = self.num_blocks_with(n);
         let copies = self.writes_into_last(n)
             && self
                 .blocks
@@ -107,10 +107,14 @@ impl Table {
         total - self.blocks.len() + usize::from(copies)
     }
 
-    /// Whether the table would fit a pool where nobody else holds anything.
-    pub(crate) fn ever_fits(&self, n: usize) -> bool {
-        let total = (self.num_tokens + n).div_ceil(self.block_size());
-        total - self.num_discarded <= self.shared().num_blocks
+    /// Blocks in the table after `n` more tokens.
+    pub(crate) fn num_blocks_with(&self, n: usize) -> usize {
+        (self.num_tokens + n).div_ceil(self.block_size())
+    }
+
+    /// Whether the table, with `num_blocks` in it, would fit a pool where nobody else holds anything.
+    pub(crate) fn ever_fits(&self, num_blocks: usize) -> bool {
+        num_blocks - self.num_discarded <= self.shared().num_blocks
     }
 
     /// Get the last block ready for `n` more tokens; `None` if nothing is written into it.
@@ -127,8 +131,7 @@ impl Table {
 
     /// Free blocks that `n` more tokens take after `open_last`.
     pub(crate) fn blocks_needed_opened(&self, n: usize, opening: Option<Opening>) -> usize {
-        (self.num_tokens + n).div_ceil(self.block_size()) - self.blocks.len()
-            + usize::from(opening == Some(Opening::Shared))
+        self.num_blocks_with(n) - self.blocks.len() + usize::from(opening == Some(Opening::Shared))
     }
 
     // Changes; these cannot fail
@@ -167,6 +170,18 @@ impl Table {
         debug_assert_eq!(self.blocks.len(), total);
         self.account();
         copy
+    }
+
+    /// A fresh block behind the full ones, of whose tokens `set_num_tokens` will tell.
+    pub(crate) fn push(&mut self, block: BlockId) {
+        self.blocks.push(block);
+        self.account();
+    }
+
+    /// So many tokens are in the blocks now.
+    pub(crate) fn set_num_tokens(&mut self, num_tokens: usize) {
+        debug_assert_eq!(num_tokens.div_ceil(self.block_size()), self.blocks.len());
+        self.num_tokens = num_tokens;
     }
 
     /// Published blocks behind the full ones, references to which are ours.
@@ -320,7 +335,7 @@ impl BlockTable {
         let needed = self.0.blocks_needed_opened(n, opening);
         if !self.0.shared().reserve(needed) {
             self.0.close_last(opening, epoch);
-            return Err(self.0.shared().out_of_blocks(needed, self.0.ever_fits(n)));
+            return Err(self.0.shared().out_of_blocks(needed, self.0.ever_fits(self.0.num_blocks_with(n))));
         }
         let mut fresh = Vec::with_capacity(needed);
         self.0.shared().take_reserved(needed, &mut fresh);

@@ -192,6 +192,20 @@ pub(crate) fn tokens(name: &str, value: Any<'_, '_>) -> PyResult<Vec<i32>> {
     integers(name, value)?.into_iter().map(narrow).collect()
 }
 
+/// The same, read where they lie if they are an array of int32.
+pub(crate) fn with_tokens<R>(name: &str, value: Any<'_, '_>, work: impl FnOnce(&[i32]) -> R) -> PyResult<R> {
+    if let Ok(array) = value.cast::<PyArray1<i32>>()
+        && array.data().is_aligned()
+        // SAFETY: it is aligned and, or there is no slice, contiguous. This thread is attached and runs no
+        // Python code until the work is done; what other threads without the GIL write meanwhile is, as with
+        // numpy's own functions, theirs to keep apart.
+        && let Ok(tokens) = unsafe { array.as_slice() }
+    {
+        return Ok(work(tokens));
+    }
+    Ok(work(&tokens(name, value)?))
+}
+
 /// A flat sequence of integers of at least 0.
 pub(crate) fn counts(name: &str, value: Any<'_, '_>) -> PyResult<Vec<usize>> {
     let natural = |number: i64| {

@@ -8,6 +8,7 @@ use crate::{
     arguments::{self, Any},
     errors::Result,
     plan::PyPlan,
+    plan_buffers::PyPlanBuffers,
     pool::{PyBlockPool, refuse_pickling},
     sequence::PySequence,
 };
@@ -185,9 +186,12 @@ impl PyBatch {
     /// `rows` are served in the order given, by default all in admission order; each takes at most `num_tokens` (one number, or
     /// one a row) of its pending tokens, all together at most `max_tokens`. Raises OutOfBlocks, and has changed nothing then.
     ///
+    /// `out` is memory of the caller's that all arrays are written into, padded; the plan's arrays are views of it then,
+    /// and change with the next plan that is written there.
+    ///
     /// Every plan has to be ended, best by `with`. One that is forgotten is rolled back when it is collected, with a
     /// ResourceWarning, which Python shows with `-W default` only.
-    #[pyo3(signature = (max_tokens = None, partial = false, *, rows = None, num_tokens = None))]
+    #[pyo3(signature = (max_tokens = None, partial = false, *, rows = None, num_tokens = None, out = None))]
     fn plan(
         &self,
         py: Python<'_>,
@@ -195,9 +199,21 @@ impl PyBatch {
         partial: bool,
         rows: Option<Any<'_, '_>>,
         num_tokens: Option<Any<'_, '_>>,
+        out: Option<Any<'_, '_>>,
     ) -> Result<PyPlan> {
         let request = Request::new(max_tokens, rows, num_tokens)?;
-        Ok(PyPlan::new(py, self.batch.plan(&request.as_core(partial))?, self.pool.clone_ref(py))?)
+        let request = request.as_core(partial);
+        let pool = self.pool.clone_ref(py);
+        let Some(out) = out.filter(|out| !out.is_none()) else {
+            return Ok(PyPlan::new(py, self.batch.plan(&request)?, pool, None)?);
+        };
+        let buffers = out.cast::<PyPlanBuffers>().map_err(|_| {
+            PyTypeError::new_err(format!("out must be PlanBuffers, not {}", arguments::type_name(out)))
+        })?;
+        buffers.get().check_batch(self)?;
+        let plan = self.batch.plan_into(&request, &mut buffers.get().table())?;
+        buffers.get().fill(py, plan.arrays());
+        Ok(PyPlan::new(py, plan, pool, Some(buffers.clone().unbind()))?)
     }
 
     fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {

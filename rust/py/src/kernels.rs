@@ -4,12 +4,19 @@
 //! before; bfloat16 arrives here as its bits. Memory is reached by address, not through `rust-numpy`'s borrows:
 //! two batches may read and write different blocks of one array at the same time, which these would refuse.
 
+use std::num::NonZeroUsize;
+
 use half::{bf16, f16};
 use kvfolio::kernels::{self, Element, KernelError, PagedView, PagedViewMut, Scoring, Step, TokenView};
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
+
+use crate::arguments;
+
+/// More are a mistake.
+const MOST_THREADS: usize = 4096;
 
 /// Calls `$body` with the type alias `$element` for the storage type that `$name` names.
 macro_rules! with_element {
@@ -37,7 +44,7 @@ macro_rules! with_element {
 /// Attention of `q` to the keys and values that the plan's arrays name, into `out` and `lse`.
 #[pyfunction]
 #[pyo3(signature = (dtype, q, keys, values, out, lse, block_table, seq_lens, query_start_loc, *, scale,
-                    sliding_window, logit_softcap, alibi_slopes, sinks))]
+                    sliding_window, logit_softcap, alibi_slopes, sinks, max_threads))]
 #[expect(clippy::too_many_arguments, reason = "a kernel's, one Python caller")]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands over borrows of arrays")]
 pub(crate) fn attend(
@@ -56,6 +63,7 @@ pub(crate) fn attend(
     logit_softcap: Option<f32>,
     alibi_slopes: Option<PyReadonlyArray1<'_, f32>>,
     sinks: Option<PyReadonlyArray1<'_, f32>>,
+    max_threads: Option<NonZeroUsize>,
 ) -> PyResult<()> {
     let table = block_table.as_array();
     let rows: Option<Vec<&[i32]>> = table.outer_iter().map(|row| row.to_slice()).collect();
@@ -80,12 +88,55 @@ pub(crate) fn attend(
         let (out, lse) = unsafe {
             (dense_mut::<E>("out", out)?, lse.map(|lse| dense_mut::<f32>("lse", lse)).transpose()?)
         };
-        py.detach(|| kernels::attend(&q, &keys, &values, &step, &scoring, out, lse)).map_err(|error| to_python(&error))
+        let work = || kernels::attend(&q, &keys, &values, &step, &scoring, out, lse);
+        py.detach(|| limited(max_threads, work)).map_err(|error| to_python(&error))
     })
+}
+
+/// Instruction sets that this machine can run, the one in use last.
+#[pyfunction]
+pub(crate) fn cpu_capabilities() -> Vec<&'static str> {
+    kernels::cpu_capabilities()
+}
+
+/// How many threads kernels use.
+#[pyfunction]
+pub(crate) fn get_num_threads() -> usize {
+    kernels::num_threads()
+}
+
+/// Sets how many threads kernels use.
+#[pyfunction]
+pub(crate) fn set_num_threads(num_threads: &Bound<'_, PyAny>) -> PyResult<()> {
+    let found = arguments::count("num_threads", num_threads, 1)?;
+    let count = NonZeroUsize::new(found).filter(|count| count.get() <= MOST_THREADS);
+    let count = count.ok_or_else(|| {
+        PyValueError::new_err(format!("num_threads must be between 1 and {MOST_THREADS}, not {found}"))
+    })?;
+    kernels::set_num_threads(count);
+    Ok(())
+}
+
+/// Reads all memory of some contiguous arrays, on all threads: what attention's bandwidth is held against.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands over borrows of arrays")]
+pub(crate) fn read_memory(py: Python<'_>, arrays: Vec<PyReadonlyArray1<'_, u8>>) -> PyResult<u64> {
+    let slices: Result<Vec<&[u8]>, _> = arrays.iter().map(PyReadonlyArray1::as_slice).collect();
+    let slices = slices?;
+    Ok(py.detach(|| kernels::read(&slices)))
+}
+
+fn limited<T>(max_threads: Option<NonZeroUsize>, work: impl FnOnce() -> T) -> T {
+    match max_threads {
+        Some(threads) => kernels::with_at_most(threads, work),
+        None => work(),
+    }
 }
 
 /// Puts `k` and `v` into the slots of `slot_mapping`.
 #[pyfunction]
+#[pyo3(signature = (dtype, k, v, keys, values, slot_mapping, *, max_threads))]
+#[expect(clippy::too_many_arguments, reason = "a kernel's, one Python caller")]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands over borrows of arrays")]
 pub(crate) fn write_kv(
     py: Python<'_>,
@@ -95,12 +146,14 @@ pub(crate) fn write_kv(
     keys: &Bound<'_, PyUntypedArray>,
     values: &Bound<'_, PyUntypedArray>,
     slot_mapping: PyReadonlyArray1<'_, i64>,
+    max_threads: Option<NonZeroUsize>,
 ) -> PyResult<()> {
     let slots = slot_mapping.as_slice()?;
     with_element!(dtype, E => {
         let (k, v) = (token_view::<E>("k", k)?, token_view::<E>("v", v)?);
         let (mut keys, mut values) = (paged_view_mut::<E>("keys", keys)?, paged_view_mut::<E>("values", values)?);
-        py.detach(|| kernels::write(&k, &v, &mut keys, &mut values, slots)).map_err(|error| to_python(&error))
+        py.detach(|| limited(max_threads, || kernels::write(&k, &v, &mut keys, &mut values, slots)))
+            .map_err(|error| to_python(&error))
     })
 }
 

@@ -2,6 +2,9 @@
 //!
 //! Every class is frozen. Locks of tables, sequences and batches are only tried, so a second thread is told so
 //! instead of waiting.
+//!
+//! None of it needs the GIL: what threads share is atomic or behind a lock that is held for no Python code,
+//! and the only unsafe code, on arrays, asks of other threads what numpy does.
 
 #![expect(clippy::doc_markdown, reason = "doc comments of classes and methods are Python docstrings")]
 
@@ -12,6 +15,8 @@ mod context;
 mod errors;
 mod kernels;
 mod plan;
+mod plan_buffers;
+mod plan_message;
 mod pool;
 mod sequence;
 mod table;
@@ -29,15 +34,18 @@ fn block_layout(
     Ok(kvfolio::block_layout(num_tokens, block_size)?)
 }
 
-#[pymodule]
+#[pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]
     use super::{
         batch::PyBatch,
         block_layout,
         context::PyContext,
-        kernels::{attend, copy_blocks, write_kv},
+        kernels::{
+            attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads, write_kv,
+        },
         plan::PyPlan,
+        plan_buffers::PyPlanBuffers,
         pool::PyBlockPool,
         sequence::PySequence,
         table::PyBlockTable,

@@ -5,17 +5,19 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use kvfolio::{Plan, PlanArrays};
+use kvfolio::{Csr, Plan, PlanArrays};
 use numpy::{
-    Element, PyArray1, PyArray2,
+    Element, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods,
     ndarray::{ArrayView1, ArrayView2, ShapeBuilder},
 };
-use pyo3::{exceptions::PyResourceWarning, prelude::*};
+use pyo3::{exceptions::PyResourceWarning, prelude::*, types::PyBytes};
 
 use crate::{
     arguments::{self, Any},
-    arrays::{owned, read_only},
+    arrays::read_only,
     errors::Result,
+    plan_buffers::PyPlanBuffers,
+    plan_message,
     pool::{PyBlockPool, refuse_pickling},
 };
 
@@ -35,18 +37,35 @@ pub(crate) struct PyPlan {
     plan: Plan,
     pool: Py<PyBlockPool>,
     owner: Py<ArraysOwner>,
+    /// The caller's memory that the arrays lie in, if it is not the plan's own.
+    out: Option<Py<PyPlanBuffers>>,
     /// `with` has given it up: it is rolled back when its turn comes, and nobody has forgotten it.
     given_up: AtomicBool,
 }
 
 impl PyPlan {
-    pub(crate) fn new(py: Python<'_>, plan: Plan, pool: Py<PyBlockPool>) -> PyResult<Self> {
+    pub(crate) fn new(
+        py: Python<'_>,
+        plan: Plan,
+        pool: Py<PyBlockPool>,
+        out: Option<Py<PyPlanBuffers>>,
+    ) -> PyResult<Self> {
         let owner = Py::new(py, ArraysOwner { _kept: Arc::clone(plan.arrays()) })?;
-        Ok(Self { plan, pool, owner, given_up: AtomicBool::new(false) })
+        Ok(Self { plan, pool, owner, out, given_up: AtomicBool::new(false) })
     }
 
     fn arrays(&self) -> &PlanArrays {
         self.plan.arrays()
+    }
+
+    fn csr(&self) -> &Csr {
+        match &self.out {
+            None => self.arrays().csr(),
+            Some(out) => {
+                let table = out.get().table();
+                self.arrays().csr_of(table.cells(), table.width())
+            }
+        }
     }
 
     fn view<'py, T: Element>(&self, py: Python<'py>, values: &[T]) -> Bound<'py, PyArray1<T>> {
@@ -74,6 +93,21 @@ impl PyPlan {
     }
 }
 
+/// The first items of an array of the caller's, read-only.
+fn first_items<'py, T: Element>(
+    py: Python<'py>,
+    array: &Py<PyArray1<T>>,
+    n: usize,
+) -> Bound<'py, PyArray1<T>> {
+    let array = array.bind(py);
+    // SAFETY: the memory is the array's, which the view keeps alive. The view is made read-only before anybody
+    // has it; that what it shows changes with the next plan is what the caller asked for.
+    read_only(unsafe {
+        let items = std::slice::from_raw_parts(array.data(), n.min(array.len()));
+        PyArray1::borrow_from_array(&ArrayView1::from(items), array.clone().into_any())
+    })
+}
+
 macro_rules! array_getters {
     ($($(#[$doc:meta])* $name:ident: $item:ty),* $(,)?) => {
         #[pymethods]
@@ -81,7 +115,11 @@ macro_rules! array_getters {
             $($(#[$doc])*
             #[getter]
             fn $name<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<$item>> {
-                self.view(py, self.arrays().$name())
+                let values = self.arrays().$name();
+                match &self.out {
+                    None => self.view(py, values),
+                    Some(out) => first_items(py, &out.get().$name, values.len()),
+                }
             })*
         }
     };
@@ -106,10 +144,6 @@ array_getters! {
     logits_rows: i32,
     /// `int64[m]`: where, among the T tokens, their logits are.
     logits_indices: i64,
-    /// `int32`: rows that a partial plan refused for want of blocks.
-    skipped: i32,
-    /// `int32`: of the rows in `skipped`, those whose share of the plan exceeds the whole pool.
-    never_fit: i32,
 }
 
 #[pymethods]
@@ -118,7 +152,27 @@ impl PyPlan {
     #[getter]
     fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let (cells, width, stride) = self.arrays().block_table();
-        self.matrix(py, cells, (self.arrays().rows().len(), width, stride))
+        let num_rows = self.arrays().rows().len();
+        let Some(out) = &self.out else { return self.matrix(py, cells, (num_rows, width, stride)) };
+        let table = out.get().block_table.bind(py);
+        // SAFETY: as in `first_items`; the view is within the array, of whose size the plan was made.
+        Ok(read_only(unsafe {
+            let shape = (num_rows, width).strides((table.shape()[1], 1));
+            let view = ArrayView2::from_shape_ptr(shape, table.data());
+            PyArray2::borrow_from_array(&view, table.clone().into_any())
+        }))
+    }
+
+    /// `int32`: rows that a partial plan refused for want of blocks.
+    #[getter]
+    fn skipped<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.view(py, self.arrays().skipped())
+    }
+
+    /// `int32`: of the rows in `skipped`, those whose share of the plan exceeds the whole pool.
+    #[getter]
+    fn never_fit<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.view(py, self.arrays().never_fit())
     }
 
     /// `int32[c, 2]`: (source, target) blocks to copy before the step's writes.
@@ -140,13 +194,13 @@ impl PyPlan {
     /// `int32[n + 1]`: where the pages of each row begin in page_indices (FlashInfer).
     #[getter]
     fn page_indptr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.view(py, &self.arrays().csr().indptr)
+        self.view(py, &self.csr().indptr)
     }
 
     /// `int32`: the block ids of all rows, one row after the other (FlashInfer).
     #[getter]
     fn page_indices<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.view(py, &self.arrays().csr().indices)
+        self.view(py, &self.csr().indices)
     }
 
     /// The pool whose blocks it names.
@@ -199,8 +253,14 @@ impl PyPlan {
     /// It is appended, or becomes the id of a token that the loop ran ahead with. It is passed over where the sequence has
     /// ended, was changed before that place, or knows another token there, and everywhere after a rollback.
     fn extend<'py>(&self, py: Python<'py>, token_ids: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<bool>>> {
-        let tokens = arguments::tokens("token_ids", token_ids)?;
-        Ok(read_only(owned(py, self.plan.extend(&tokens)?)))
+        let taken = arguments::with_tokens("token_ids", token_ids, |tokens| -> Result<_> {
+            let taken = PyArray1::zeros(py, [tokens.len()], false);
+            // SAFETY: nobody else has the new array yet.
+            let places = unsafe { taken.as_slice_mut() }.unwrap_or(&mut []);
+            self.plan.extend_into(tokens, places)?;
+            Ok(taken)
+        })??;
+        Ok(read_only(taken))
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -220,7 +280,23 @@ impl PyPlan {
         Ok(())
     }
 
-    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+    /// What it says, in a few bytes: for a TableMirror in another process, which makes all the arrays of it again.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &plan_message::encode(&self.plan))
+    }
+
+    /// It is pickled as a PlanMessage: the plan itself stays with its batch.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        Ok((py.import("kvfolio")?.getattr("PlanMessage")?, (self.to_bytes(py),)))
+    }
+
+    /// A plan has one end, and so no copies.
+    fn __copy__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        refuse_pickling(&slf.get_type())
+    }
+
+    /// The same.
+    fn __deepcopy__(slf: &Bound<'_, Self>, _memo: Any<'_, '_>) -> PyResult<Py<PyAny>> {
         refuse_pickling(&slf.get_type())
     }
 

@@ -4,20 +4,20 @@ use std::sync::Arc;
 
 use super::{
     BatchState,
-    choice::{Choice, PlanRequest},
+    choice::{Choice, Chosen, How, PlanRequest},
 };
 use crate::{
     error::{Error, Result},
     ids::BlockId,
-    plan::{FlightStep, PlanShared, RowStep},
+    plan::{Cursor, Extent, FlightStep, OutTable, PlanArrays, PlanLists, PlanShared},
     pool::Opening,
     sequence::{NewStep, PlanId, check_length},
-    table::Copy,
 };
 
 /// What was taken for a choice, before any row has it.
-struct Taken {
-    /// Of each step, what became of the block that it begins in.
+#[derive(Default)]
+pub(super) struct Taken {
+    /// Of each step of a state, what became of the block that it begins in.
     openings: Vec<Option<Opening>>,
     fresh: Vec<BlockId>,
 }
@@ -26,133 +26,205 @@ struct Taken {
 const MOST_ROUNDS: usize = 100;
 
 impl BatchState {
-    pub(super) fn plan(&mut self, request: &PlanRequest<'_>) -> Result<Arc<PlanShared>> {
-        let (choice, taken) = self.choose_and_take(request)?;
-        self.forget_dropped_plans();
-        let id = PlanId { batch: self.serial, serial: self.pool.shared().next_serial() };
-        self.holds.begin(id.serial);
-        let (steps, copies) = self.take_steps(id, &choice, taken);
-        let plan = Arc::new(self.export(id, steps, &copies, choice));
-        self.plans.push((id.serial, Arc::downgrade(&plan)));
-        self.in_flight.push_back(Arc::clone(&plan));
-        Ok(plan)
+    pub(super) fn plan(
+        &mut self,
+        request: &PlanRequest<'_>,
+        out: Option<&mut OutTable>,
+    ) -> Result<(Arc<PlanShared>, Arc<PlanArrays>)> {
+        let mut choice = std::mem::take(&mut self.choice);
+        let mut taken = std::mem::take(&mut self.taken);
+        let plan = self
+            .choose_and_take(request, out.as_ref().map(|out| out.extent), &mut choice, &mut taken)
+            .map(|()| self.take_off(&choice, &taken, out));
+        (self.choice, self.taken) = (choice, taken);
+        plan
     }
 
     /// A second round is needed only if another thread changed the pool between choosing and taking. Who is
     /// overtaken again and again is told that there are no blocks, which for others there were.
-    fn choose_and_take(&mut self, request: &PlanRequest<'_>) -> Result<(Choice, Taken)> {
-        let mut choice = self.choose(request)?;
+    fn choose_and_take(
+        &mut self,
+        request: &PlanRequest<'_>,
+        room: Option<Extent>,
+        choice: &mut Choice,
+        taken: &mut Taken,
+    ) -> Result<()> {
+        self.choose(request, choice)?;
         for _ in 0..MOST_ROUNDS {
-            if choice.needed <= self.pool.num_free()
-                && let Some(taken) = self.take(&choice)?
-            {
-                return Ok((choice, taken));
+            check_room(room, choice.extent)?;
+            if choice.needed <= self.pool.num_free() && self.take(choice, taken)? {
+                return Ok(());
             }
             if choice.needed > self.pool.num_free() && !request.partial {
                 break;
             }
-            choice = self.choose(request)?;
+            self.choose(request, choice)?;
         }
         Err(self.pool.shared().out_of_blocks(choice.needed, choice.ever_fits))
     }
 
-    /// Hold what the choice found, open the blocks that it writes into, take the fresh ones. `None` if the
+    /// Hold what the choice found, open the blocks that it writes into, take the fresh ones. False if the
     /// pool is not as it was when choosing; then nothing has changed.
-    fn take(&mut self, choice: &Choice) -> Result<Option<Taken>> {
+    fn take(&mut self, choice: &Choice, taken: &mut Taken) -> Result<bool> {
+        taken.openings.clear();
+        taken.fresh.clear();
         // What is found is held before anything is evicted, and before it is decided who copies.
-        for (index, step) in choice.steps.iter().enumerate() {
-            let held = self.rows.chosen(step.row).hold_found(&step.found, true);
+        let mut found = &choice.found[..];
+        for (index, (row, _, num_found)) in choice.state_steps().enumerate() {
+            let (own, rest) = found.split_at(num_found);
+            found = rest;
+            let held = self.rows.chosen(row).hold_found(own, true);
             if held != Ok(true) {
                 self.give_up(choice, index, &[]);
-                return held.map(|_| None);
+                return held;
             }
         }
-        let (mut openings, mut needed) = (Vec::with_capacity(choice.steps.len()), 0);
-        for step in &choice.steps {
-            let table = &self.rows.chosen(step.row).table;
-            let opening = table.open_last(step.count);
-            needed += table.blocks_needed_opened(step.count, opening);
-            openings.push(opening);
+        let mut needed = choice.needed_by_lanes;
+        for (row, count, _) in choice.state_steps() {
+            let table = &self.rows.chosen(row).table;
+            let opening = table.open_last(count);
+            needed += table.blocks_needed_opened(count, opening);
+            taken.openings.push(opening);
         }
         let shared = self.pool.shared();
         if !shared.reserve(needed) {
-            self.give_up(choice, choice.steps.len(), &openings);
-            return Ok(None);
+            self.give_up(choice, taken.openings.len(), &taken.openings);
+            return Ok(false);
         }
-        let mut fresh = Vec::with_capacity(needed);
-        shared.take_reserved(needed, &mut fresh);
-        Ok(Some(Taken { openings, fresh }))
+        shared.take_reserved(needed, &mut taken.fresh);
+        Ok(true)
     }
 
+    /// Undo what was done for the first `num_held` of the states' steps.
     fn give_up(&mut self, choice: &Choice, num_held: usize, openings: &[Option<Opening>]) {
-        for (step, opening) in choice.steps.iter().zip(openings) {
-            self.rows.chosen(step.row).close_last(*opening);
+        for ((row, ..), opening) in choice.state_steps().zip(openings) {
+            self.rows.chosen(row).close_last(*opening);
         }
-        for step in choice.steps[..num_held].iter().rev() {
-            self.rows.chosen(step.row).unhold_found(step.found.len());
+        let held: Vec<_> = choice.state_steps().take(num_held).collect();
+        for (row, _, num_found) in held.into_iter().rev() {
+            self.rows.chosen(row).unhold_found(num_found);
         }
     }
 
     /// The rows take their steps; this cannot fail.
-    fn take_steps(
+    fn take_off(
         &mut self,
-        id: PlanId,
         choice: &Choice,
-        taken: Taken,
-    ) -> (Vec<FlightStep>, Vec<Option<Copy>>) {
-        let has_handle = |serial| self.plans.binary_search_by_key(&serial, |(serial, _)| *serial).is_ok();
-        let mut fresh = taken.fresh.into_iter();
-        let mut steps = Vec::with_capacity(choice.steps.len());
-        let mut copies = Vec::with_capacity(choice.steps.len());
-        for (chosen, opening) in choice.steps.iter().zip(taken.openings) {
-            let state = self.rows.chosen(chosen.row);
-            let start = state.table.num_tokens();
-            let new = NewStep {
-                plan: id,
-                has_handle: &has_handle,
-                holds: &self.holds,
-                num_found: chosen.found.len(),
-                count: chosen.count,
-                opening,
-            };
-            copies.push(state.take_step(&new, &mut fresh));
-            steps.push(FlightStep {
-                row: chosen.row,
-                sequence: state.serial,
-                start,
-                stop: start + chosen.count,
-                samples: state.num_unplanned() == 0,
-            });
-        }
-        debug_assert_eq!(fresh.len(), 0);
-        (steps, copies)
+        taken: &Taken,
+        out: Option<&mut OutTable>,
+    ) -> (Arc<PlanShared>, Arc<PlanArrays>) {
+        let (memory, mut lists) = self.plans.recycle();
+        let id = self.rows.flights.begin();
+        let mut recycler = std::mem::take(&mut self.recycler);
+        let arrays = recycler.write(choice.extent, self.pool.block_size(), out, |arrays| {
+            let mut fresh = taken.fresh.iter().copied();
+            let mut openings = taken.openings.iter().copied();
+            let mut at = Cursor::default();
+            for run in choice.steps.chunk_by(|one, next| one.how == How::Lane && next.how == How::Lane) {
+                if let [Chosen { row, count, how: How::State { num_found } }] = *run {
+                    let (num_found, count) = (num_found as usize, count as usize);
+                    let opening = openings.next().flatten();
+                    let new = NewStep { plan: id, num_found, count, opening };
+                    lists.to_commit.push(lists.steps.len() as u32);
+                    lists.steps.push(self.step_state(row as usize, &new, &mut fresh, arrays, &mut at));
+                } else {
+                    self.step_lanes(run, id, &mut fresh, arrays, &mut at, &mut lists);
+                }
+            }
+            debug_assert_eq!(fresh.len(), 0);
+            arrays.skipped.extend_from_slice(&choice.skipped);
+            arrays.never_fit.extend_from_slice(&choice.never_fit);
+        });
+        self.recycler = recycler;
+        let plan = PlanShared::new(id, lists, self.rows.num_settled, arrays.max_seq_len());
+        let plan = self.plans.push(memory, plan);
+        (plan, arrays)
     }
 
-    /// The tables as they are now, in the forms that kernels read.
-    fn export(
+    /// Lanes side by side take their steps.
+    fn step_lanes(
         &mut self,
+        run: &[Chosen],
         id: PlanId,
-        steps: Vec<FlightStep>,
-        copies: &[Option<Copy>],
-        choice: Choice,
-    ) -> PlanShared {
-        let block_size = self.pool.block_size();
-        let widths = steps.iter().map(|step| self.rows.chosen(step.row).table.blocks().len());
-        let width = widths.max().unwrap_or(0);
-        let (rows, told) = (&mut self.rows, &mut self.told);
-        let arrays = self.recycler.write(steps.len(), width, block_size, |arrays| {
-            for (step, copy) in steps.iter().zip(copies) {
-                let state = rows.chosen(step.row);
-                let tokens = &state.tokens()[step.start..step.stop];
-                let (row, start, samples) = (step.row, step.start, step.samples);
-                let table = &state.table;
-                arrays.push_row(&RowStep { row, start, tokens, table, copy: *copy, samples });
-                told.tell(row, table, &mut arrays.table_updates);
+        fresh: &mut impl Iterator<Item = BlockId>,
+        arrays: &mut PlanArrays,
+        at: &mut Cursor,
+        lists: &mut PlanLists,
+    ) {
+        let block_size = self.pool.block_size() as u32;
+        let (lanes, occupied) = self.rows.lanes_and_rows();
+        let (first, first_step) = (*at, lists.steps.len());
+        let mut places = arrays.token_rows(at, run.len());
+        let (changed, to_commit) = (&mut self.changed, &mut lists.to_commit);
+        changed.clear();
+        let mut max_seq_len = 0;
+        lists.steps.extend(run.iter().enumerate().map(|(index, chosen)| {
+            let lane = &mut lanes[chosen.row as usize];
+            if lane.open_block().is_none()
+                && let Some(block) = fresh.next()
+                && let Some(occupied) = &mut occupied[chosen.row as usize]
+            {
+                occupied.state.table.push(block);
+                lane.begin_block(block, block_size);
             }
-            arrays.skipped.extend(choice.skipped);
-            arrays.never_fit.extend(choice.never_fit);
-        });
-        PlanShared::new(id, steps, arrays)
+            let step = lane.step(id.number, block_size);
+            if !places.set(index, chosen.row, &step) {
+                changed.push(index as u32);
+            }
+            if step.offset + 1 == block_size {
+                to_commit.push((first_step + index) as u32);
+            }
+            let stop = step.position + 1;
+            max_seq_len = max_seq_len.max(stop);
+            FlightStep {
+                sequence: lane.sequence,
+                row: chosen.row,
+                start: step.position,
+                stop,
+                samples: true,
+                fills: step.offset + 1 == block_size,
+            }
+        }));
+        arrays.note_seq_len(max_seq_len as usize);
+        for &index in &*changed {
+            let row = run[index as usize].row as usize;
+            if let Some(occupied) = &occupied[row] {
+                arrays.set_table(first.behind(index as usize), row, &occupied.state.table, &mut self.told);
+            }
+        }
+    }
+
+    fn step_state(
+        &mut self,
+        row: usize,
+        new: &NewStep,
+        fresh: &mut impl Iterator<Item = BlockId>,
+        arrays: &mut PlanArrays,
+        at: &mut Cursor,
+    ) -> FlightStep {
+        let plans = &self.plans;
+        let has_handle = |number| plans.has_handle(number);
+        let (lane, state, flights) = self.rows.lane_and_state(row);
+        let start = state.table.num_tokens();
+        let stop = start + new.count;
+        let copy = state.take_step(new, &flights.holds, has_handle, fresh);
+        let samples = state.num_unplanned() == 0;
+        if let Some(copy) = copy {
+            arrays.push_copy(copy);
+        }
+        arrays.set_table(*at, row, &state.table, &mut self.told);
+        arrays.set_tokens(at, row, start, &state.tokens()[start..stop], &state.table, samples);
+        if samples && state.knows_all() {
+            lane.enter(state, new.plan.number);
+        }
+        FlightStep {
+            sequence: state.serial,
+            row: row as u32,
+            start: start as u32,
+            stop: stop as u32,
+            samples,
+            fills: stop.is_multiple_of(state.table.block_size()),
+        }
     }
 
     pub(crate) fn commit(&mut self, plan: &PlanShared, num_accepted: Option<&[usize]>) -> Result<()> {
@@ -160,16 +232,56 @@ impl BatchState {
         if let Some(accepted) = num_accepted {
             check_accepted(plan, accepted)?;
         }
+        let accepted_of = |index: usize, step: &FlightStep| {
+            num_accepted.map_or(step.stop, |accepted| step.start + accepted[index] as u32)
+        };
+        if num_accepted.is_some() {
+            // While the plan is in flight, so that the states know of their steps.
+            let refused = |(index, step): &(usize, &FlightStep)| accepted_of(*index, step) < step.stop;
+            for (_, step) in plan.steps.iter().enumerate().filter(refused) {
+                self.settle(step);
+            }
+        }
         let held = self.end(plan, true);
-        for (index, step) in plan.steps.iter().enumerate() {
-            let accepted = num_accepted.map_or(step.stop, |accepted| step.start + accepted[index]);
-            self.with_sequence(step.row, step.sequence, |state, _| {
-                state.commit_step(plan.id.serial, accepted, step.stop, step.samples);
-            });
+        if num_accepted.is_none() && plan.num_settled == self.rows.num_settled {
+            // All lanes that took a step still know of it, and most have nothing to do.
+            for step in plan.to_commit.iter().map(|index| &plan.steps[*index as usize]) {
+                self.commit_step(plan.id, step, step.stop);
+            }
+        } else {
+            for (index, step) in plan.steps.iter().enumerate() {
+                self.commit_step(plan.id, step, accepted_of(index, step));
+            }
         }
         self.pool.shared().drop_holds(&held);
         self.roll_back_dropped();
         Ok(())
+    }
+
+    fn commit_step(&mut self, id: PlanId, step: &FlightStep, accepted: u32) {
+        let (row, stop) = (step.row as usize, step.stop as usize);
+        let Some(lane) = self.rows.lane_of(row, step.sequence) else {
+            self.with_sequence(row, step.sequence, |state, _| {
+                state.commit_step(id, accepted as usize, stop, step.samples);
+            });
+            return;
+        };
+        let is_of_lane = lane.took(id.number);
+        if is_of_lane && !step.fills {
+            return;
+        }
+        let (lane, state, flights) = self.rows.lane_and_state(row);
+        lane.fly(state, flights);
+        if !is_of_lane {
+            state.commit_step(id, stop, stop, step.samples);
+        } else if lane.flush(state, stop) {
+            state.compute_to(stop);
+        } else {
+            lane.settle(state, flights); // some token is unknown; the state publishes as they are told
+            state.publish_full_blocks();
+            return;
+        }
+        lane.look_at(state);
     }
 
     pub(crate) fn rollback(&mut self, plan: &PlanShared) -> Result<()> {
@@ -181,71 +293,134 @@ impl BatchState {
 
     /// Plans that nobody can end any more end here, when their turn has come.
     pub(crate) fn roll_back_dropped(&mut self) {
-        while let Some(plan) = self.in_flight.front().filter(|plan| plan.is_dropped()).cloned() {
+        while let Some(plan) =
+            self.plans.get(self.rows.flights.numbers.start).filter(|plan| plan.is_dropped())
+        {
+            let plan = Arc::clone(plan);
             self.undo(&plan);
         }
     }
 
     fn undo(&mut self, plan: &PlanShared) {
+        for step in &plan.steps {
+            self.settle(step);
+        }
         let held = self.end(plan, false);
         for step in &plan.steps {
             let _ =
-                self.with_sequence(step.row, step.sequence, |state, _| state.rollback_step(plan.id.serial));
+                self.with_sequence(step.row as usize, step.sequence, |state, _| state.rollback_step(plan.id));
         }
         self.pool.shared().drop_holds(&held);
+    }
+
+    fn settle(&mut self, step: &FlightStep) {
+        if let Some(row) = self.rows.find(step.row as usize, step.sequence) {
+            self.rows.chosen(row);
+        }
     }
 
     fn check_turn(&self, plan: &PlanShared) -> Result<()> {
         if !plan.is_in_flight() {
             return Err(Error::StaleHandle("plan has been committed or rolled back"));
         }
-        match self.in_flight.front() {
-            Some(front) if front.id == plan.id => Ok(()),
-            _ => Err(Error::PlanInFlight(
+        if plan.id.number != self.rows.flights.numbers.start {
+            return Err(Error::PlanInFlight(
                 "an earlier plan of the batch is in flight; plans end in the order they were made",
-            )),
+            ));
         }
+        Ok(())
     }
 
     /// The oldest plan leaves the flight; returns the blocks that it held.
     fn end(&mut self, plan: &PlanShared, committed: bool) -> Vec<BlockId> {
-        self.in_flight.pop_front();
         plan.set_ended(committed);
-        self.holds.end(plan.id.serial)
+        self.rows.flights.end()
     }
 
-    pub(crate) fn extend_sampled(&mut self, plan: &PlanShared, token_ids: &[i32]) -> Result<Vec<bool>> {
+    /// The sampled tokens go where they belong; `taken` tells which did.
+    pub(crate) fn extend_sampled(
+        &mut self,
+        plan: &PlanShared,
+        token_ids: &[i32],
+        taken: &mut [bool],
+    ) -> Result<()> {
+        taken.fill(false);
         if plan.was_rolled_back() {
-            return Ok(vec![false; token_ids.len()]);
+            return Ok(());
         }
-        let (serial, ended) = (plan.id.serial, !plan.is_in_flight());
-        let sampling = || plan.steps.iter().filter(|step| step.samples);
-        let mut positions = Vec::with_capacity(token_ids.len());
-        for step in sampling() {
-            let position = self.with_sequence(step.row, step.sequence, |state, most| {
-                let position = state.sampled_position(serial);
-                match position.filter(|position| *position == state.num_tokens()).zip(most) {
-                    Some((position, most)) => check_length(position + 1, most).map(|()| Some(position)),
-                    None => Ok(position),
-                }
+        if plan.max_seq_len >= self.max_tokens {
+            self.check_sampled(plan)?;
+        }
+        let ended = !plan.is_in_flight();
+        let sampling = plan.steps.iter().filter(|step| step.samples);
+        for ((step, token), taken) in sampling.zip(token_ids).zip(taken) {
+            let lane = &mut self.rows.lanes_mut()[step.row as usize];
+            let usual = lane.append_sampled(plan.id.number, *token);
+            *taken = usual || self.tell(plan.id, ended, step, *token);
+        }
+        Ok(())
+    }
+
+    /// Refuse tokens that would make a row too long.
+    fn check_sampled(&mut self, plan: &PlanShared) -> Result<()> {
+        for step in plan.steps.iter().filter(|step| step.samples) {
+            let checked = self.with_sequence(step.row as usize, step.sequence, |state, most| {
+                let position = state.sampled_position(plan.id).filter(|at| *at == state.num_tokens());
+                position.zip(most).map_or(Ok(()), |(position, most)| check_length(position + 1, most))
             });
-            positions.push(position.transpose()?.flatten());
+            checked.unwrap_or(Ok(()))?;
         }
-        let mut taken = Vec::with_capacity(token_ids.len());
-        for ((step, position), token) in sampling().zip(positions).zip(token_ids) {
-            let taken_there = position.and_then(|position| {
-                self.with_sequence(step.row, step.sequence, |state, _| {
-                    state.take_sampled(serial, ended, position, *token)
-                })
-            });
-            taken.push(taken_there.unwrap_or(false));
+        Ok(())
+    }
+
+    fn tell(&mut self, id: PlanId, ended: bool, step: &FlightStep, token: i32) -> bool {
+        let row = step.row as usize;
+        let Some(lane) = self.rows.lane_of(row, step.sequence) else {
+            let told =
+                self.with_sequence(row, step.sequence, |state, _| state.take_sampled(id, ended, token));
+            return told.unwrap_or(false);
+        };
+        // What the lane did not take itself, the state beneath it did.
+        let is_of_lane = lane.took(id.number);
+        let position = if is_of_lane {
+            Some(step.stop as usize).filter(|_| lane.is_untold(id.number))
+        } else {
+            self.rows.lane_and_state(row).1.untold_stop(id)
+        };
+        let Some(position) = position else { return false };
+        let lane = self.rows.lane(row);
+        let appends = position == lane.num_tokens();
+        if !appends {
+            let Some(unknown) = lane.unknown(position) else { return false };
+            *unknown = token;
         }
-        Ok(taken)
+        if is_of_lane {
+            lane.note_told(id.number);
+        } else {
+            self.rows.lane_and_state(row).1.note_told(id, ended);
+        }
+        if appends {
+            self.rows.push_token(row, token);
+        }
+        true
     }
 }
 
+fn check_room(room: Option<Extent>, needed: Extent) -> Result<()> {
+    let Some(room) = room else { return Ok(()) };
+    if needed.num_rows <= room.num_rows && needed.num_tokens <= room.num_tokens && needed.width <= room.width
+    {
+        return Ok(());
+    }
+    let Extent { num_rows, num_tokens, width } = needed;
+    let allowed = format!("large enough for {num_rows} rows, {num_tokens} tokens, {width} blocks a row");
+    let Extent { num_rows, num_tokens, width } = room;
+    let came = format!("one for {num_rows}, {num_tokens} and {width}");
+    Err(Error::argument("out", allowed, came))
+}
+
 fn check_accepted(plan: &PlanShared, accepted: &[usize]) -> Result<()> {
-    let counts = plan.steps.iter().map(|step| step.stop - step.start);
+    let counts = plan.steps.iter().map(FlightStep::num_tokens);
     if accepted.len() != plan.steps.len() || accepted.iter().zip(counts.clone()).any(|(n, most)| *n > most) {
         let allowed = format!("one number for each row, at most {:?}", counts.collect::<Vec<_>>());
         return Err(Error::argument("num_accepted", allowed, format_args!("{accepted:?}")));

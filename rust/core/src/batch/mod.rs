@@ -4,21 +4,23 @@ mod choice;
 mod flight;
 #[cfg(test)]
 mod hashing;
+mod lanes;
+mod plans;
 mod rows;
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::HashMap,
     sync::{Arc, Weak},
     time::Duration,
 };
 
 pub use self::choice::{PlanRequest, TokenCaps};
-use self::rows::Rows;
+use self::{choice::Choice, flight::Taken, lanes::Flights, plans::Plans, rows::Rows};
 use crate::{
     error::{Error, Result, check_range},
     holds::Holds,
-    ids::check_tokens,
-    plan::{Plan, PlanShared, Recycler, ToldTables},
+    ids::{UNKNOWN_TOKEN, check_tokens},
+    plan::{OutTable, Plan, Recycler, ToldTables},
     pool::BlockPool,
     sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length},
     sync::{Mutex, MutexGuard},
@@ -37,17 +39,18 @@ pub(crate) struct BatchCell {
 /// The batch, locked.
 pub(crate) struct BatchState {
     pool: BlockPool,
-    serial: u64,
     max_tokens: usize,
     rows: Rows,
-    in_flight: VecDeque<Arc<PlanShared>>,
-    /// Plans by serial number whose handles may still be there.
-    plans: Vec<(u64, Weak<PlanShared>)>,
+    plans: Plans,
     /// Sequences that left a row which such a plan may name.
     departed: HashMap<u64, Weak<SequenceCell>>,
-    holds: Arc<Holds>,
     told: ToldTables,
     recycler: Recycler,
+    /// Kept for their memory.
+    choice: Choice,
+    taken: Taken,
+    /// Steps whose rows in the block table are to be written after the others.
+    changed: Vec<u32>,
 }
 
 impl BatchCell {
@@ -90,17 +93,19 @@ impl Batch {
         let most = i32::MAX as usize;
         check_range("max_sequences", max_sequences, 1, most)?;
         check_range("max_tokens_per_sequence", max_tokens_per_sequence, 1, most)?;
+        let flights =
+            Flights { batch: pool.shared().next_serial(), holds: Arc::new(Holds::new(pool)), numbers: 1..1 };
         let state = BatchState {
             pool: pool.clone(),
-            serial: pool.shared().next_serial(),
             max_tokens: max_tokens_per_sequence,
-            rows: Rows::new(max_sequences),
-            in_flight: VecDeque::new(),
-            plans: Vec::new(),
+            rows: Rows::new(max_sequences, flights),
+            plans: Plans::default(),
             departed: HashMap::new(),
-            holds: Arc::new(Holds::new(pool)),
             told: ToldTables::default(),
             recycler: Recycler::default(),
+            choice: Choice::default(),
+            taken: Taken::default(),
+            changed: Vec::new(),
         };
         Ok(Self(Arc::new(BatchCell {
             pool: pool.clone(),
@@ -142,7 +147,7 @@ impl Batch {
             }
             Place::Alone(state) => state,
         };
-        if state.is_in_flight() || state.table.flies_elsewhere(&batch.holds) {
+        if state.is_in_flight() || state.table.flies_elsewhere(&batch.rows.flights.holds) {
             return Err(Error::PlanInFlight("a sequence in a plan in flight cannot be admitted"));
         }
         if !state.pool().is_same(&self.0.pool) {
@@ -200,7 +205,7 @@ impl Batch {
         let mut batch = self.0.lock()?;
         batch.check_growth(rows)?;
         for (row, token) in rows.iter().zip(token_ids) {
-            batch.rows.state(*row)?.push_known(*token);
+            batch.rows.push_token(*row, *token);
         }
         Ok(())
     }
@@ -210,7 +215,7 @@ impl Batch {
         let mut batch = self.0.lock()?;
         batch.check_growth(rows)?;
         for row in rows {
-            batch.rows.state(*row)?.extend_unknown(1)?;
+            batch.rows.push_token(*row, UNKNOWN_TOKEN);
         }
         Ok(())
     }
@@ -243,14 +248,24 @@ impl Batch {
     /// How many free blocks are missing for a plan of the same request; 0 if it fits.
     pub fn shortfall(&self, request: &PlanRequest<'_>) -> Result<usize> {
         let request = PlanRequest { partial: false, ..*request };
-        let choice = self.0.lock()?.choose(&request)?;
-        Ok(choice.needed.saturating_sub(self.0.pool.num_free()))
+        let mut batch = self.0.lock()?;
+        let mut choice = std::mem::take(&mut batch.choice);
+        let chosen = batch.choose(&request, &mut choice);
+        let missing = choice.needed.saturating_sub(self.0.pool.num_free());
+        batch.choice = choice;
+        chosen.map(|()| missing)
     }
 
     /// Allocate for the next step: all of it or, if `partial`, the rows that fit.
     pub fn plan(&self, request: &PlanRequest<'_>) -> Result<Plan> {
-        let shared = self.0.lock()?.plan(request)?;
-        Ok(Plan::new(Arc::clone(&self.0), shared))
+        let (shared, arrays) = self.0.lock()?.plan(request, None)?;
+        Ok(Plan::new(Arc::clone(&self.0), shared, arrays))
+    }
+
+    /// The same, with the block table in the caller's memory, which no other batch may write into.
+    pub fn plan_into(&self, request: &PlanRequest<'_>, out: &mut OutTable) -> Result<Plan> {
+        let (shared, arrays) = self.0.lock()?.plan(request, Some(out))?;
+        Ok(Plan::new(Arc::clone(&self.0), shared, arrays))
     }
 }
 
@@ -262,7 +277,10 @@ impl std::fmt::Debug for Batch {
                 formatter,
                 "Batch({} of {max} rows, max_tokens_per_sequence={tokens}, {} plans in flight)",
                 batch.rows.in_order().len(),
-                batch.in_flight.len()
+                {
+                    let numbers = &batch.rows.flights.numbers;
+                    numbers.end - numbers.start
+                }
             ),
             Err(_) => write!(formatter, "Batch({max} rows, in use by another thread)"),
         }
@@ -280,14 +298,14 @@ impl BatchState {
     fn check_growth(&mut self, rows: &[usize]) -> Result<()> {
         self.rows.check_distinct(rows)?;
         for row in rows {
-            check_length(self.rows.state(*row)?.num_tokens() + 1, self.max_tokens)?;
+            check_length(self.rows.num_tokens(*row)? + 1, self.max_tokens)?;
         }
         Ok(())
     }
 
     /// Remember where to find a sequence that a plan may name, for as long as such plans have handles.
     fn note_departed(&mut self, serial: u64, cell: &Arc<SequenceCell>) {
-        self.forget_dropped_plans();
+        self.plans.forget_ended();
         if self.plans.is_empty() {
             self.departed.clear();
             return;
@@ -297,10 +315,6 @@ impl BatchState {
             self.departed.retain(|_, cell| cell.strong_count() > 0);
         }
         self.departed.insert(serial, Arc::downgrade(cell));
-    }
-
-    fn forget_dropped_plans(&mut self) {
-        self.plans.retain(|(_, plan)| plan.strong_count() > 0);
     }
 
     /// Work on a sequence that was in `row` when a plan was made, wherever it is now; `None` if it has ended.

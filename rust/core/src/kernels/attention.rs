@@ -1,18 +1,16 @@
-//! Attention over paged K and V: the arguments, their checks, and how the work is cut into tiles.
+//! Attention over paged K and V: the arguments and their checks.
 
 use super::element::Element;
 use super::error::{KernelError, check_size};
-use super::job::{Arithmetic, Job, Output, Tile};
+use super::job::{Arithmetic, Job};
+use super::output::Output;
+use super::schedule::{Schedule, Sizes};
+use super::scratch::{with_partial, with_scratch};
 use super::threads;
-use super::tile::Scratch;
 use super::view::{PagedView, TokenView};
 
-/// So many query rows (queries times the heads that share a KV head) are worked on together: enough that
-/// loading K and V is paid for, few enough that their state stays in the second-level cache.
-const TILE_ROWS: usize = 64;
-
-/// Multiplications of a call below which waking another thread costs more than it saves.
-const WORTH_SHARING: usize = 1 << 18;
+/// Multiplications of a call, times bytes of an element, below which waking another thread costs more than it saves.
+const WORTH_SHARING: usize = 1 << 21;
 
 /// Who attends to what, as a plan tells it.
 #[derive(Debug, Clone, Copy)]
@@ -76,40 +74,29 @@ pub(crate) fn attend_with<E: Element>(
     check_scoring(q.shape()[1], scoring)?;
     check_step(q.shape()[0], keys, step, scoring)?;
     let [_, num_heads, head_dim] = q.shape();
-    let num_kv_heads = keys.shape()[2];
-    let group = num_heads / num_kv_heads;
-
-    let tiles = cut(step, (TILE_ROWS / group).max(1));
-    let output = Output::new(out, lse, num_heads, head_dim);
-    let job = Job { q, keys, values, step, scoring, group, output: &output };
-    let products: usize = tiles.iter().map(|tile| tile.count * step.seq_lens[tile.row] as usize).sum();
-    let share = products.saturating_mul(num_heads * head_dim) >= WORTH_SHARING;
-    let most_rows = tiles.iter().map(|tile| tile.count * group).max().unwrap_or(0);
-    threads::for_each_with(
-        tiles.len() * num_kv_heads,
-        share,
-        || Scratch::new(most_rows, head_dim),
-        |scratch, item| {
-            arithmetic.run(&job, &tiles[item / num_kv_heads], item % num_kv_heads, scratch);
-        },
-    );
+    let [_, block_size, num_kv_heads, _] = keys.shape();
+    let pairs = (0..step.seq_lens.len()).map(|row| {
+        let queries = (step.query_start_loc[row + 1] - step.query_start_loc[row]) as usize;
+        queries.saturating_mul(step.seq_lens[row] as usize)
+    });
+    let work = pairs.fold(0, usize::saturating_add).saturating_mul(num_heads * head_dim);
+    let share = work.saturating_mul(size_of::<E>()) >= WORTH_SHARING;
+    let threads = if share { threads::count() } else { 1 };
+    let sizes = Sizes { block_size, num_kv_heads, head_dim, group: num_heads / num_kv_heads, threads };
+    let Schedule { queries, tiles, merges, parts, partials } =
+        &Schedule::new(step, scoring.sliding_window, &sizes);
+    with_partial(partials * num_heads * Output::<E>::partial_width(head_dim), |partial| {
+        let output = &Output::new(out, lse, [num_heads, head_dim], partial);
+        let job = Job { q, keys, values, step, scoring, group: sizes.group, queries, output };
+        threads::for_each(tiles.len(), share, |item| {
+            with_scratch(|scratch| arithmetic.run(&job, &tiles[item], scratch));
+        });
+        threads::for_each(merges.len(), share, |item| {
+            let (token, range) = &merges[item];
+            arithmetic.merge(&job, *token, &parts[range.clone()]);
+        });
+    });
     Ok(())
-}
-
-/// Runs of at most `most` queries of one row.
-fn cut(step: &Step<'_>, most: usize) -> Vec<Tile> {
-    let mut tiles = Vec::new();
-    for (row, bounds) in step.query_start_loc.windows(2).enumerate() {
-        let (start, stop) = (bounds[0] as usize, bounds[1] as usize);
-        let length = step.seq_lens[row] as usize;
-        for first in (start..stop).step_by(most) {
-            let count = most.min(stop - first);
-            // A row of length 0 has no positions: its queries see nothing.
-            let position = (length + first).checked_sub(stop);
-            tiles.push(Tile { row, token: first, count, position: position.filter(|_| length > 0) });
-        }
-    }
-    tiles
 }
 
 fn check_shapes<E: Element>(

@@ -7,6 +7,9 @@ use super::error::KernelError;
 use super::threads;
 use super::view::PagedViewMut;
 
+/// Bytes that are worth a thread's turn.
+const PIECE: usize = 1 << 19;
+
 /// Copies block `src` onto block `dst` for every pair `[src, dst]`, in every view (K and V of every layer).
 /// All sources are read as they were before the call, so a destination may be another pair's source.
 pub fn copy_blocks<E: Element>(
@@ -18,20 +21,25 @@ pub fn copy_blocks<E: Element>(
     // A pool never hands out a copy's source as a destination, so the detour is for hand-made lists.
     let staged = copies.iter().any(|[src, dst]| src != dst && sources.contains(dst));
     let views = &*views;
-    threads::for_each(views.len(), true, |index| {
-        let view = &views[index];
-        if staged {
-            copy_staged(view, copies);
-        } else {
-            for &[src, dst] in copies.iter().filter(|[src, dst]| src != dst) {
-                for_each_piece(view, |offset, head, length| {
-                    let from = view.as_view().row(src as usize, offset, head);
-                    let to = view.row_mut(dst as usize, offset, head);
-                    // SAFETY: pieces of `length` elements inside two different blocks of one view. Each view is one
-                    // thread's work, and no two of its elements overlap.
-                    unsafe { from.copy_to_nonoverlapping(to, length) };
-                });
-            }
+    if staged {
+        threads::for_each(views.len(), true, |index| copy_staged(&views[index], copies));
+        return Ok(());
+    }
+    let block =
+        views.iter().map(|view| view.as_view().shape()[1..].iter().product::<usize>()).max().unwrap_or(0);
+    let most = (PIECE / (block * size_of::<E>()).max(1)).max(1);
+    let pieces: Vec<&[[i32; 2]]> = copies.chunks(most).collect();
+    let share = views.len() * copies.len() * block * size_of::<E>() >= PIECE;
+    threads::for_each(views.len() * pieces.len(), share, |item| {
+        let view = &views[item / pieces.len()];
+        for &[src, dst] in pieces[item % pieces.len()].iter().filter(|[src, dst]| src != dst) {
+            for_each_piece(view, |offset, head, length| {
+                let from = view.as_view().row(src as usize, offset, head);
+                let to = view.row_mut(dst as usize, offset, head);
+                // SAFETY: pieces of `length` elements inside two different blocks of one view. No two elements of a
+                // view overlap, each destination is one thread's work, and none is anybody's source.
+                unsafe { from.copy_to_nonoverlapping(to, length) };
+            });
         }
     });
     Ok(())

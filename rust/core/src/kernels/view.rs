@@ -54,6 +54,11 @@ impl<'a, E: Element> TokenView<'a, E> {
         [self.tokens, self.heads, self.head_dim]
     }
 
+    /// The distance from a token's first row to the next one's.
+    pub(crate) fn token_stride(&self) -> isize {
+        self.strides[0]
+    }
+
     pub(crate) fn has_adjacent_heads(&self) -> bool {
         self.strides[1] == self.head_dim as isize
     }
@@ -138,6 +143,12 @@ impl<'a, E: Element> PagedView<'a, E> {
     #[inline]
     pub(crate) fn token_stride(&self) -> isize {
         self.strides[1]
+    }
+
+    /// The distance from a head's row to the next one's.
+    #[inline]
+    pub(crate) fn head_stride(&self) -> isize {
+        self.strides[2]
     }
 
     pub(crate) fn has_adjacent_heads(&self) -> bool {

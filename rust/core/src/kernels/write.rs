@@ -23,11 +23,12 @@ pub fn write<E: Element>(
     check_size("v", "num_kv_heads", k.shape()[1], v.shape()[1])?;
     let [tokens, heads, head_dim] = k.shape();
 
-    // Work is shared out by heads, not by tokens, so that two tokens with one slot are no data race.
-    let pieces = if tokens * heads * head_dim < WORTH_SHARING { 1 } else { heads.min(threads::count()) };
+    // Work is shared out by K and V and by heads, not by tokens, so that two tokens with one slot are no data race.
+    let share = tokens * heads * head_dim >= WORTH_SHARING;
+    let pieces = if share { threads::count().div_ceil(2).clamp(1, heads) } else { 1 };
     let bounds = |piece: usize| piece * heads / pieces..(piece + 1) * heads / pieces;
     let (keys, values) = (&*keys, &*values);
-    threads::for_each(2 * pieces, pieces > 1, |item| {
+    threads::for_each(2 * pieces, share, |item| {
         let (source, target) = if item % 2 == 0 { (k, keys) } else { (v, values) };
         write_heads(source, target, slots, bounds(item / 2));
     });
@@ -58,21 +59,35 @@ fn write_heads<E: Element>(
     slots: &[i64],
     heads: std::ops::Range<usize>,
 ) {
-    let [_, block_size, _, head_dim] = target.as_view().shape();
-    // Where heads are adjacent on both sides, all of a token's are one piece.
+    let [_, block_size, all_heads, head_dim] = target.as_view().shape();
+    // Where heads are adjacent on both sides, all of a token's are one piece, and where tokens are, too, all of those
+    // that go into neighbouring slots of a block.
     let at_once = source.has_adjacent_heads() && target.as_view().has_adjacent_heads();
     let step = if at_once { heads.len().max(1) } else { 1 };
-    for (token, &slot) in slots.iter().enumerate() {
+    let token = (all_heads * head_dim) as isize;
+    let adjacent = source.token_stride() == token && target.as_view().token_stride() == token;
+    let joins = at_once && adjacent && heads.len() == all_heads;
+    let mut next = 0;
+    while let Some(&slot) = slots.get(next) {
+        let first = next;
+        next += 1;
         let Ok(slot) = usize::try_from(slot) else {
             continue;
         };
+        let (block, offset) = (slot / block_size, slot % block_size);
+        if joins {
+            let follows = |&(place, &other): &(usize, &i64)| other == (slot + place) as i64;
+            let rest = slots[first..].iter().take(block_size - offset).enumerate();
+            next = first + rest.take_while(follows).count();
+        }
         for head in heads.clone().step_by(step) {
-            let from = source.row(token, head);
-            let to = target.row_mut(slot / block_size, slot % block_size, head);
-            // SAFETY: both are addresses of `step` adjacent rows of `head_dim` elements inside their views. Pieces
-            // of work have different heads, so no other thread writes these rows. They may overlap if the caller
-            // passes part of the storage as source, which `copy` allows.
-            unsafe { from.copy_to(to, step * head_dim) };
+            let from = source.row(first, head);
+            let to = target.row_mut(block, offset, head);
+            // SAFETY: both are addresses of `step` adjacent rows of `head_dim` elements inside their views, or of as
+            // many of each of the tokens up to `next`, which are adjacent, too. Pieces of work have different heads, so
+            // no other thread writes these rows. They may overlap if the caller passes part of the storage as source,
+            // which `copy` allows.
+            unsafe { from.copy_to(to, (next - first) * step * head_dim) };
         }
     }
 }

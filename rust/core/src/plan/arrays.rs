@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::table_buffer::TableBuffer;
+use super::table_buffer::{OutTable, Seen, TableBuffer, ToldTables};
 use crate::{ids::BlockId, table::Table};
 
 /// The page table in compressed sparse rows, as `FlashInfer` reads it.
@@ -32,6 +32,8 @@ pub struct PlanArrays {
     pub(crate) skipped: Vec<i32>,
     pub(crate) never_fit: Vec<i32>,
     block_table: TableBuffer,
+    has_lent_table: bool,
+    num_logits: usize,
     width: usize,
     block_size: usize,
     max_query_len: usize,
@@ -39,14 +41,71 @@ pub struct PlanArrays {
     csr: OnceLock<Csr>,
 }
 
-/// One row as the plan took it: `tokens` from position `start` on, in `table`.
-pub(crate) struct RowStep<'a> {
-    pub(crate) row: usize,
-    pub(crate) start: usize,
-    pub(crate) tokens: &'a [i32],
-    pub(crate) table: &'a Table,
-    pub(crate) copy: Option<(BlockId, BlockId)>,
-    pub(crate) samples: bool,
+/// How large the arrays of a plan are.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Extent {
+    pub(crate) num_rows: usize,
+    pub(crate) num_tokens: usize,
+    /// Blocks of the longest row.
+    pub(crate) width: usize,
+}
+
+/// A step of one token.
+pub(crate) struct TokenStep {
+    pub(crate) token: i32,
+    pub(crate) position: u32,
+    /// Where its K and V go.
+    pub(crate) block: BlockId,
+    pub(crate) offset: u32,
+    /// What there is to see of the row's table.
+    pub(crate) seen: Seen,
+}
+
+/// What is written of a row of one token; all lists are as long as there are such rows.
+pub(crate) struct TokenRows<'a> {
+    block_size: i64,
+    first_token: usize,
+    rows: &'a mut [i32],
+    query_ends: &'a mut [i32],
+    seq_lens: &'a mut [i32],
+    last_page_len: &'a mut [i32],
+    token_ids: &'a mut [i32],
+    positions: &'a mut [i64],
+    slot_mapping: &'a mut [i64],
+    logits_rows: &'a mut [i32],
+    logits_indices: &'a mut [i64],
+    seen: &'a [Seen],
+}
+
+impl TokenRows<'_> {
+    /// Write one of them; false if the block table does not have all that the row's table has.
+    #[inline]
+    pub(crate) fn set(&mut self, i: usize, row: u32, step: &TokenStep) -> bool {
+        self.rows[i] = row as i32;
+        self.query_ends[i] = (self.first_token + i + 1) as i32;
+        self.seq_lens[i] = step.position as i32 + 1;
+        self.last_page_len[i] = step.offset as i32 + 1;
+        self.token_ids[i] = step.token;
+        self.positions[i] = i64::from(step.position);
+        self.slot_mapping[i] = i64::from(step.block.as_i32()) * self.block_size + i64::from(step.offset);
+        self.logits_rows[i] = row as i32;
+        self.logits_indices[i] = (self.first_token + i) as i64;
+        self.seen[i] == step.seen
+    }
+}
+
+/// Where in the arrays a row goes: its number among the rows, and that of its first token.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Cursor {
+    index: usize,
+    token: usize,
+}
+
+impl Cursor {
+    /// The place of the row that is `n` rows of one token each behind.
+    pub(crate) fn behind(self, n: usize) -> Self {
+        Self { index: self.index + n, token: self.token + n }
+    }
 }
 
 macro_rules! array_getters {
@@ -100,69 +159,153 @@ impl PlanArrays {
         self.max_seq_len
     }
 
+    /// Whether the block table was written into memory of the caller's instead.
+    pub fn has_lent_table(&self) -> bool {
+        self.has_lent_table
+    }
+
     /// The block table's cells, how many of a row count, and how far its rows lie apart; it is padded with
-    /// the null block.
+    /// the null block. Not to be used of arrays with a lent table.
     pub fn block_table(&self) -> (&[i32], usize, usize) {
         (self.block_table.cells(), self.width, self.block_table.stride())
     }
 
     /// The same table in CSR form, made when first asked for.
     pub fn csr(&self) -> &Csr {
+        let (cells, _, stride) = self.block_table();
+        self.csr_of(cells, stride)
+    }
+
+    /// The same, if the block table was lent: of cells in which rows lie `stride` apart. What is made first,
+    /// stays.
+    pub fn csr_of(&self, cells: &[i32], stride: usize) -> &Csr {
         self.csr.get_or_init(|| {
-            let mut csr = Csr { indptr: Vec::with_capacity(self.rows.len() + 1), indices: Vec::new() };
+            let pages = |seq_len: i32| (seq_len as usize).div_ceil(self.block_size);
+            let total = self.seq_lens.iter().map(|seq_len| pages(*seq_len)).sum();
+            let mut csr =
+                Csr { indptr: Vec::with_capacity(self.rows.len() + 1), indices: Vec::with_capacity(total) };
             csr.indptr.push(0);
             for (index, seq_len) in self.seq_lens.iter().enumerate() {
-                let pages = (*seq_len as usize).div_ceil(self.block_size);
-                csr.indices.extend_from_slice(&self.block_table.row(index)[..pages]);
+                csr.indices.extend_from_slice(&cells[index * stride..][..pages(*seq_len)]);
                 csr.indptr.push(csr.indices.len() as i32);
             }
             csr
         })
     }
 
-    /// Begin anew, for rows of up to `width` blocks.
-    fn start(&mut self, num_rows: usize, width: usize, block_size: usize) {
-        for numbers in [
-            &mut self.rows,
-            &mut self.token_ids,
-            &mut self.query_start_loc,
-            &mut self.seq_lens,
-            &mut self.last_page_len,
-            &mut self.logits_rows,
-            &mut self.skipped,
-            &mut self.never_fit,
-        ] {
-            numbers.clear();
+    /// Begin anew. What is there is written over, so that arrays of the same size need no clearing.
+    fn start(&mut self, extent: Extent, block_size: usize) {
+        let Extent { num_rows, num_tokens, width } = extent;
+        for numbers in [&mut self.rows, &mut self.seq_lens, &mut self.last_page_len, &mut self.logits_rows] {
+            numbers.resize(num_rows, 0);
         }
-        for numbers in [&mut self.positions, &mut self.slot_mapping, &mut self.logits_indices] {
-            numbers.clear();
-        }
+        self.query_start_loc.resize(num_rows + 1, 0);
+        self.logits_indices.resize(num_rows, 0);
+        self.token_ids.resize(num_tokens, 0);
+        self.positions.resize(num_tokens, 0);
+        self.slot_mapping.resize(num_tokens, 0);
         self.copies.clear();
         self.table_updates.clear();
-        self.query_start_loc.push(0);
-        self.block_table.fit(num_rows, width);
-        (self.width, self.block_size) = (width, block_size);
+        self.skipped.clear();
+        self.never_fit.clear();
+        (self.num_logits, self.width, self.block_size) = (0, width, block_size);
         (self.max_query_len, self.max_seq_len) = (0, 0);
         self.csr = OnceLock::new();
     }
 
-    pub(crate) fn push_row(&mut self, step: &RowStep<'_>) {
-        let (start, stop) = (step.start, step.start + step.tokens.len());
-        self.block_table.set_row(self.rows.len(), step.table);
-        self.rows.push(step.row as i32);
-        self.token_ids.extend_from_slice(step.tokens);
-        self.positions.extend(start as i64..stop as i64);
-        self.slot_mapping.extend((start..stop).map(|position| step.table.slot(position)));
-        self.query_start_loc.push(self.token_ids.len() as i32);
-        self.seq_lens.push(stop as i32);
-        self.last_page_len.push(((stop - 1) % self.block_size + 1) as i32);
-        self.copies.extend(step.copy.map(|(source, target)| [source.as_i32(), target.as_i32()]));
-        if step.samples {
-            self.logits_rows.push(step.row as i32);
-            self.logits_indices.push(self.token_ids.len() as i64 - 1);
+    fn finish(&mut self) {
+        self.logits_rows.truncate(self.num_logits);
+        self.logits_indices.truncate(self.num_logits);
+    }
+
+    /// The places of some rows of one token each, which all sample.
+    pub(crate) fn token_rows(&mut self, at: &mut Cursor, count: usize) -> TokenRows<'_> {
+        let Cursor { index, token } = *at;
+        let logits = self.num_logits;
+        *at = Cursor { index: index + count, token: token + count };
+        self.num_logits += count;
+        self.max_query_len = self.max_query_len.max(usize::from(count > 0));
+        TokenRows {
+            block_size: self.block_size as i64,
+            first_token: token,
+            rows: &mut self.rows[index..][..count],
+            query_ends: &mut self.query_start_loc[index + 1..][..count],
+            seq_lens: &mut self.seq_lens[index..][..count],
+            last_page_len: &mut self.last_page_len[index..][..count],
+            token_ids: &mut self.token_ids[token..][..count],
+            positions: &mut self.positions[token..][..count],
+            slot_mapping: &mut self.slot_mapping[token..][..count],
+            logits_rows: &mut self.logits_rows[logits..][..count],
+            logits_indices: &mut self.logits_indices[logits..][..count],
+            seen: self.block_table.seen_from(index, count),
         }
-        self.max_query_len = self.max_query_len.max(step.tokens.len());
-        self.max_seq_len = self.max_seq_len.max(stop);
+    }
+
+    pub(crate) fn note_seq_len(&mut self, seq_len: usize) {
+        self.max_seq_len = self.max_seq_len.max(seq_len);
+    }
+
+    /// A row of some tokens from position `start` on, for which `table` has room.
+    pub(crate) fn set_tokens(
+        &mut self,
+        at: &mut Cursor,
+        row: usize,
+        start: usize,
+        tokens: &[i32],
+        table: &Table,
+        samples: bool,
+    ) {
+        let stop = start + tokens.len();
+        let places = at.token..at.token + tokens.len();
+        self.token_ids[places.clone()].copy_from_slice(tokens);
+        for (place, position) in self.positions[places.clone()].iter_mut().zip(start as i64..) {
+            *place = position;
+        }
+        let mut slots = &mut self.slot_mapping[places];
+        let mut offset = start % self.block_size;
+        for block in &table.blocks()[start / self.block_size..] {
+            let (here, behind) = slots.split_at_mut(slots.len().min(self.block_size - offset));
+            let first = i64::from(block.as_i32()) * self.block_size as i64 + offset as i64;
+            for (place, slot) in here.iter_mut().zip(first..) {
+                *place = slot;
+            }
+            (slots, offset) = (behind, 0);
+        }
+        self.set_row(at, row, tokens.len(), stop, (stop - 1) % self.block_size + 1, samples);
+    }
+
+    fn set_row(
+        &mut self,
+        at: &mut Cursor,
+        row: usize,
+        num_tokens: usize,
+        seq_len: usize,
+        last_page_len: usize,
+        samples: bool,
+    ) {
+        let Cursor { index, token } = *at;
+        *at = Cursor { index: index + 1, token: token + num_tokens };
+        self.rows[index] = row as i32;
+        self.query_start_loc[index + 1] = at.token as i32;
+        self.seq_lens[index] = seq_len as i32;
+        self.last_page_len[index] = last_page_len as i32;
+        if samples {
+            self.logits_rows[self.num_logits] = row as i32;
+            self.logits_indices[self.num_logits] = at.token as i64 - 1;
+            self.num_logits += 1;
+        }
+        self.max_query_len = self.max_query_len.max(num_tokens);
+        self.max_seq_len = self.max_seq_len.max(seq_len);
+    }
+
+    /// Write what the block table's row at the cursor does not have yet, and tell what was not told yet.
+    pub(crate) fn set_table(&mut self, at: Cursor, row: usize, table: &Table, told: &mut ToldTables) {
+        self.block_table.set_row(at.index, table);
+        told.tell(row, table, &mut self.table_updates);
+    }
+
+    pub(crate) fn push_copy(&mut self, (source, target): (BlockId, BlockId)) {
+        self.copies.push([source.as_i32(), target.as_i32()]);
     }
 }
 
@@ -176,19 +319,29 @@ pub(crate) struct Recycler {
 const MOST_KEPT: usize = 8;
 
 impl Recycler {
-    /// New arrays for rows of up to `width` blocks, filled by `fill`.
+    /// New arrays, filled by `fill`, which has to write all of them.
     pub(crate) fn write(
         &mut self,
-        num_rows: usize,
-        width: usize,
+        extent: Extent,
         block_size: usize,
+        out: Option<&mut OutTable>,
         fill: impl FnOnce(&mut PlanArrays),
     ) -> Arc<PlanArrays> {
         let unused = self.kept.iter_mut().position(|arrays| Arc::get_mut(arrays).is_some());
         let mut arrays = unused.map_or_else(Arc::default, |index| self.kept.swap_remove(index));
         if let Some(arrays) = Arc::get_mut(&mut arrays) {
-            arrays.start(num_rows, width, block_size);
-            fill(arrays);
+            arrays.start(extent, block_size);
+            arrays.has_lent_table = out.is_some();
+            if let Some(out) = out {
+                std::mem::swap(&mut arrays.block_table, &mut out.buffer);
+                fill(arrays);
+                std::mem::swap(&mut arrays.block_table, &mut out.buffer);
+                out.clear_from(extent.num_rows);
+            } else {
+                arrays.block_table.fit(extent.num_rows, extent.width);
+                fill(arrays);
+            }
+            arrays.finish();
         }
         if self.kept.len() == MOST_KEPT {
             self.kept.swap_remove(0);

@@ -6,8 +6,9 @@ mod table_buffer;
 use std::sync::Arc;
 
 pub use arrays::{Csr, PlanArrays};
-pub(crate) use arrays::{Recycler, RowStep};
-pub(crate) use table_buffer::ToldTables;
+pub(crate) use arrays::{Cursor, Extent, Recycler, TokenStep};
+pub use table_buffer::{OutTable, TableMemory};
+pub(crate) use table_buffer::{Seen, ToldTables};
 
 use crate::{
     batch::BatchCell,
@@ -18,24 +19,45 @@ use crate::{
 };
 
 /// What a plan did to one row.
+#[derive(Clone, Copy)]
 pub(crate) struct FlightStep {
-    pub(crate) row: usize,
     /// The serial number of the sequence that was there.
     pub(crate) sequence: u64,
-    pub(crate) start: usize,
-    pub(crate) stop: usize,
+    pub(crate) row: u32,
+    pub(crate) start: u32,
+    pub(crate) stop: u32,
     /// Nothing was left to plan behind it.
     pub(crate) samples: bool,
+    /// The last of its tokens is the last of a block.
+    pub(crate) fills: bool,
+}
+
+impl FlightStep {
+    pub(crate) fn num_tokens(&self) -> usize {
+        (self.stop - self.start) as usize
+    }
+}
+
+/// The lists of a plan, which are used again for a later one.
+#[derive(Default)]
+pub(crate) struct PlanLists {
+    pub(crate) steps: Vec<FlightStep>,
+    pub(crate) to_commit: Vec<u32>,
 }
 
 /// What the handle and the batch both know of a plan.
 pub(crate) struct PlanShared {
     pub(crate) id: PlanId,
     pub(crate) steps: Vec<FlightStep>,
-    arrays: Arc<PlanArrays>,
+    /// Of the steps, those that a commit has to look at even if nothing happened in between.
+    pub(crate) to_commit: Vec<u32>,
+    /// How many lanes had been settled in flight when the plan was made.
+    pub(crate) num_settled: u64,
+    pub(crate) max_seq_len: usize,
     outcome: AtomicU8,
     /// Nobody can end it any more: it is rolled back when its turn comes.
     dropped: AtomicBool,
+    has_handle: AtomicBool,
 }
 
 const IN_FLIGHT: u8 = 0;
@@ -45,8 +67,22 @@ const ROLLED_BACK: u8 = 2;
 // The flags change while the batch is locked, except that a handle may be dropped at any time; acquire and
 // release make what was done before a flag was set visible to who sees it.
 impl PlanShared {
-    pub(crate) fn new(id: PlanId, steps: Vec<FlightStep>, arrays: Arc<PlanArrays>) -> Self {
-        Self { id, steps, arrays, outcome: AtomicU8::new(IN_FLIGHT), dropped: AtomicBool::new(false) }
+    pub(crate) fn new(id: PlanId, lists: PlanLists, num_settled: u64, max_seq_len: usize) -> Self {
+        Self {
+            id,
+            steps: lists.steps,
+            to_commit: lists.to_commit,
+            num_settled,
+            max_seq_len,
+            outcome: AtomicU8::new(IN_FLIGHT),
+            dropped: AtomicBool::new(false),
+            has_handle: AtomicBool::new(true),
+        }
+    }
+
+    /// Whether the caller still has a handle.
+    pub(crate) fn has_handle(&self) -> bool {
+        self.has_handle.load(Ordering::Acquire)
     }
 
     pub(crate) fn is_in_flight(&self) -> bool {
@@ -71,16 +107,22 @@ impl PlanShared {
 pub struct Plan {
     batch: Arc<BatchCell>,
     shared: Arc<PlanShared>,
+    arrays: Arc<PlanArrays>,
 }
 
 impl Plan {
-    pub(crate) fn new(batch: Arc<BatchCell>, shared: Arc<PlanShared>) -> Self {
-        Self { batch, shared }
+    pub(crate) fn new(batch: Arc<BatchCell>, shared: Arc<PlanShared>, arrays: Arc<PlanArrays>) -> Self {
+        Self { batch, shared, arrays }
     }
 
     /// What kernels read. They stay as they are for as long as anybody holds them.
     pub fn arrays(&self) -> &Arc<PlanArrays> {
-        &self.shared.arrays
+        &self.arrays
+    }
+
+    /// Which of the batch's plans it is, counted from 1.
+    pub fn number(&self) -> u64 {
+        self.shared.id.number
     }
 
     /// Tokens a block.
@@ -115,13 +157,20 @@ impl Plan {
     /// ahead with. Returns for which of them it was taken: it is passed over where the sequence has ended,
     /// was changed before that place, or knows another token there.
     pub fn extend(&self, token_ids: &[i32]) -> Result<Vec<bool>> {
+        let mut taken = vec![false; token_ids.len()];
+        self.extend_into(token_ids, &mut taken)?;
+        Ok(taken)
+    }
+
+    /// The same, where the answer goes into `taken`, as long as `token_ids`.
+    pub fn extend_into(&self, token_ids: &[i32], taken: &mut [bool]) -> Result<()> {
         check_tokens("token_ids", token_ids)?;
-        let expected = self.shared.arrays.logits_rows().len();
+        let expected = self.arrays.logits_rows().len();
         if token_ids.len() != expected {
             let allowed = format!("one for each of {expected} logits_rows");
             return Err(Error::argument("token_ids", allowed, token_ids.len()));
         }
-        self.batch.lock()?.extend_sampled(&self.shared, token_ids)
+        self.batch.lock()?.extend_sampled(&self.shared, token_ids, taken)
     }
 
     /// Give the plan up, as dropping it does: it is rolled back at once or when its turn comes.
@@ -137,5 +186,6 @@ impl Plan {
 impl Drop for Plan {
     fn drop(&mut self) {
         self.abandon();
+        self.shared.has_handle.store(false, Ordering::Release);
     }
 }

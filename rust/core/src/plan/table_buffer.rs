@@ -1,44 +1,135 @@
 //! Copies of tables that are kept up to date by writing what changed.
 
-use crate::{ids::BlockId, table::Table};
+use super::arrays::Extent;
+use crate::{
+    error::{Error, Result},
+    ids::BlockId,
+    table::Table,
+};
 
 /// What a copy has seen of a table: with the same stamp, only blocks beyond `len` are news.
-#[derive(Clone, Copy, Default)]
-struct Seen {
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
     stamp: u64,
-    len: usize,
+    pub(crate) len: u32,
 }
 
 impl Seen {
     /// From which logical block on the copy may differ from `table`.
     fn first_news(self, table: &Table) -> usize {
-        if self.stamp == table.stamp() { self.len } else { 0 }
+        if self.stamp == table.stamp() { self.len as usize } else { 0 }
     }
 
-    fn now(table: &Table) -> Self {
-        Self { stamp: table.stamp(), len: table.blocks().len() }
+    pub(crate) fn now(table: &Table) -> Self {
+        Self { stamp: table.stamp(), len: table.blocks().len() as u32 }
     }
 }
 
+/// Memory of the caller's for a block table.
+pub trait TableMemory: Send + Sync {
+    /// All of it.
+    fn cells(&self) -> &[i32];
+
+    /// The same, to be written.
+    fn cells_mut(&mut self) -> &mut [i32];
+}
+
+impl TableMemory for Vec<i32> {
+    fn cells(&self) -> &[i32] {
+        self
+    }
+
+    fn cells_mut(&mut self) -> &mut [i32] {
+        self
+    }
+}
+
+enum Cells {
+    Own(Vec<i32>),
+    Lent(Box<dyn TableMemory>),
+}
+
 /// A rectangular table, each row padded with the null block.
-#[derive(Default)]
-pub(super) struct TableBuffer {
+pub(crate) struct TableBuffer {
     stride: usize,
-    cells: Vec<i32>,
+    cells: Cells,
     seen: Vec<Seen>,
+}
+
+impl Default for TableBuffer {
+    fn default() -> Self {
+        Self { stride: 0, cells: Cells::Own(Vec::new()), seen: Vec::new() }
+    }
+}
+
+/// A block table in the caller's memory, in which each plan that is made for it writes what changed.
+pub struct OutTable {
+    pub(crate) buffer: TableBuffer,
+    pub(crate) extent: Extent,
+}
+
+impl OutTable {
+    /// A table of `num_rows` rows of `width` blocks, for plans of up to `num_tokens` tokens. `memory` has to
+    /// have a cell for each; they become null.
+    pub fn new(
+        mut memory: Box<dyn TableMemory>,
+        num_rows: usize,
+        width: usize,
+        num_tokens: usize,
+    ) -> Result<Self> {
+        let (came, needed) = (memory.cells().len(), num_rows.saturating_mul(width));
+        if came < needed {
+            return Err(Error::argument("memory", format_args!("of {needed} cells at least"), came));
+        }
+        memory.cells_mut().fill(BlockId::NULL.as_i32());
+        let seen = vec![Seen::default(); num_rows];
+        let buffer = TableBuffer { stride: width, cells: Cells::Lent(memory), seen };
+        Ok(Self { buffer, extent: Extent { num_rows, num_tokens, width } })
+    }
+
+    /// Cells of a row.
+    pub fn width(&self) -> usize {
+        self.extent.width
+    }
+
+    /// All cells.
+    pub fn cells(&self) -> &[i32] {
+        self.buffer.cells()
+    }
+
+    /// Rows from `num_rows` on are padding.
+    pub(crate) fn clear_from(&mut self, num_rows: usize) {
+        let stride = self.buffer.stride;
+        for index in num_rows..self.extent.num_rows {
+            let len = std::mem::take(&mut self.buffer.seen[index]).len as usize;
+            self.buffer.cells_mut()[index * stride..][..len].fill(BlockId::NULL.as_i32());
+        }
+    }
+
+    /// Others have written into the memory: the next plan writes all of it.
+    pub fn forget(&mut self) {
+        self.buffer.seen.fill(Seen::default());
+        self.buffer.cells_mut().fill(BlockId::NULL.as_i32());
+    }
 }
 
 impl TableBuffer {
     pub(super) fn cells(&self) -> &[i32] {
-        &self.cells
+        match &self.cells {
+            Cells::Own(cells) => cells,
+            Cells::Lent(memory) => memory.cells(),
+        }
+    }
+
+    fn cells_mut(&mut self) -> &mut [i32] {
+        match &mut self.cells {
+            Cells::Own(cells) => cells,
+            Cells::Lent(memory) => memory.cells_mut(),
+        }
     }
 
     pub(super) fn stride(&self) -> usize {
         self.stride
-    }
-
-    pub(super) fn row(&self, index: usize) -> &[i32] {
-        &self.cells[index * self.stride..][..self.stride]
     }
 
     /// Make room; what was there is kept if it fits, and forgotten otherwise.
@@ -46,24 +137,29 @@ impl TableBuffer {
         if num_rows > self.seen.len() || width > self.stride {
             let num_rows = num_rows.max(self.seen.len()).next_power_of_two();
             self.stride = width.max(self.stride).next_power_of_two();
-            self.cells = vec![BlockId::NULL.as_i32(); num_rows * self.stride];
+            self.cells = Cells::Own(vec![BlockId::NULL.as_i32(); num_rows * self.stride]);
             self.seen = vec![Seen::default(); num_rows];
         }
+    }
+
+    /// What some rows have seen.
+    pub(super) fn seen_from(&self, index: usize, count: usize) -> &[Seen] {
+        &self.seen[index..][..count]
     }
 
     /// Invariant: cells beyond what a row has seen are null.
     pub(super) fn set_row(&mut self, index: usize, table: &Table) {
         let blocks = table.blocks();
-        let seen = &mut self.seen[index];
-        let cells = &mut self.cells[index * self.stride..][..self.stride];
+        let (seen, stride) = (self.seen[index], self.stride);
+        let cells = &mut self.cells_mut()[index * stride..][..stride];
         let first = seen.first_news(table);
         for (cell, block) in cells[first..].iter_mut().zip(&blocks[first..]) {
             *cell = block.as_i32();
         }
-        if blocks.len() < seen.len {
-            cells[blocks.len()..seen.len].fill(BlockId::NULL.as_i32());
+        if blocks.len() < seen.len as usize {
+            cells[blocks.len()..seen.len as usize].fill(BlockId::NULL.as_i32());
         }
-        *seen = Seen::now(table);
+        self.seen[index] = Seen::now(table);
     }
 }
 

@@ -57,14 +57,16 @@ impl Shared {
 
     /// Check the word of each block but the null block, and how often it is named.
     fn check_each(&self, blocks: &[BlockId], check: impl Fn(BlockId, Word, u32) -> Result<()>) -> Result<()> {
-        blocks.iter().try_for_each(|block| self.check_block(*block))?;
         let check = |block: BlockId, times| {
             if block.is_null() { Ok(()) } else { check(block, self.words[block.index()].load(), times) }
         };
-        // As they mostly come: as they were allocated, or the other way round.
+        // As they mostly come, as they were allocated or the other way round: then the ends are the extremes.
         if blocks.is_sorted_by(|a, b| a < b) || blocks.is_sorted_by(|a, b| a > b) {
+            let ends = [blocks.first(), blocks.last()];
+            ends.into_iter().flatten().try_for_each(|block| self.check_block(*block))?;
             return blocks.iter().try_for_each(|block| check(*block, 1));
         }
+        blocks.iter().try_for_each(|block| self.check_block(*block))?;
         let mut sorted = blocks.to_vec();
         sorted.sort_unstable();
         sorted.chunk_by(PartialEq::eq).try_for_each(|named| check(named[0], named.len() as u32))

@@ -59,7 +59,7 @@ pub(crate) struct Shared {
     index: Index,
     contents: Contents,
     /// Units that a block can be had for: blank + idle - those in the hands of who is about to take a block.
-    free: AtomicUsize,
+    free: OwnLine<AtomicUsize>,
     /// Signed, here and below, since of two threads the one that takes away may count first.
     idle: AtomicIsize,
     quarantined: AtomicIsize,
@@ -70,6 +70,10 @@ pub(crate) struct Shared {
     plan_holds: AtomicUsize,
     pub(crate) counters: Counters,
 }
+
+/// On a cache line of its own: every call of every thread changes it.
+#[repr(align(64))]
+struct OwnLine<T>(T);
 
 /// Bytes of bookkeeping a block, in a pool that is not small; its bit among the blank ones is left out.
 const BYTES_PER_BLOCK: usize =
@@ -98,7 +102,7 @@ impl BlockPool {
             log: Log::new(num_blocks),
             index: Index::new(num_blocks),
             contents: Contents::new(num_blocks),
-            free: AtomicUsize::new(num_blocks),
+            free: OwnLine(AtomicUsize::new(num_blocks)),
             idle: AtomicIsize::new(0),
             quarantined: AtomicIsize::new(0),
             epoch: AtomicU64::new(0),
@@ -256,7 +260,7 @@ impl Shared {
     }
 
     pub(crate) fn num_free(&self) -> usize {
-        self.free.load(Ordering::Relaxed)
+        self.free.0.load(Ordering::Relaxed)
     }
 
     fn num_quarantined(&self) -> usize {

@@ -20,6 +20,7 @@ impl Shared {
         n == 0
             || self
                 .free
+                .0
                 .fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| free.checked_sub(n))
                 .is_ok()
     }
@@ -27,7 +28,7 @@ impl Shared {
     /// Give units back, when the blocks themselves can be found.
     pub(super) fn give_free(&self, n: usize) {
         if n > 0 {
-            self.free.fetch_add(n, Ordering::Release);
+            self.free.0.fetch_add(n, Ordering::Release);
         }
     }
 

@@ -17,7 +17,7 @@ use crate::{
     sync::{Mutex, MutexGuard},
 };
 pub(crate) use state::SequenceState;
-pub(crate) use steps::{NewStep, PlanId};
+pub(crate) use steps::{LaneStep, NewStep, PlanId};
 
 const FREED: Error = Error::StaleHandle("sequence has been freed");
 

@@ -125,8 +125,20 @@ impl SequenceState {
         Ok(())
     }
 
-    pub(crate) fn push_known(&mut self, token: i32) {
-        self.history.tokens.push(token);
+    pub(crate) fn push_all_known(&mut self, tokens: &[i32]) {
+        self.history.tokens.extend_from_slice(tokens);
+    }
+
+    /// Append tokens, some of which may be unknown.
+    pub(crate) fn push_all(&mut self, tokens: &[i32]) {
+        let (start, history) = (self.num_tokens(), &mut self.history);
+        history.tokens.extend_from_slice(tokens);
+        let unknown = tokens.iter().enumerate().filter(|(_, token)| **token == UNKNOWN_TOKEN);
+        history.unknown.extend(unknown.map(|(index, _)| start + index));
+    }
+
+    pub(crate) fn knows_all(&self) -> bool {
+        self.history.unknown.is_empty()
     }
 
     pub(crate) fn extend_unknown(&mut self, n: usize) -> Result<()> {
@@ -158,7 +170,7 @@ impl SequenceState {
     /// The token at `position`, which is unknown or the next one, becomes known.
     pub(super) fn tell(&mut self, position: usize, token: i32) {
         if position == self.num_tokens() {
-            self.push_known(token);
+            self.push_all_known(&[token]);
         } else {
             self.history.tokens[position] = token;
             if let Ok(index) = self.history.unknown.binary_search(&position) {
@@ -332,14 +344,14 @@ impl SequenceState {
     }
 
     /// The tokens up to `stop` are computed.
-    pub(super) fn compute_to(&mut self, stop: usize) {
+    pub(crate) fn compute_to(&mut self, stop: usize) {
         self.history.num_computed = stop;
         self.publish_full_blocks();
     }
 
     /// Publish the blocks that are full, known and computed by now. Where an equal block is findable
     /// already, the sequence goes over to that one, and its own comes free.
-    fn publish_full_blocks(&mut self) {
+    pub(crate) fn publish_full_blocks(&mut self) {
         let history = &mut self.history;
         let shared = self.table.pool().shared();
         let full = history.num_computed / shared.block_size;

@@ -1,0 +1,1 @@
+"""Managers that kvfolio is measured beside."""

@@ -1,0 +1,173 @@
+"""Plans as torch tensors, on the device that the model is on.
+
+buffers = kvfolio.torch.PlanBuffers(batch, device="cuda")
+table = kvfolio.torch.DeviceTable(batch, device="cuda")
+plan = buffers.plan()               # one copy to the device brings all arrays there
+table.update(plan)
+buffers.tensors["slot_mapping"]     # the same tensors in every step, as CUDA graphs want them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from kvfolio import _checks
+from kvfolio import plan_buffers as _plan_buffers
+from kvfolio._native import Batch, Plan
+
+__all__ = ["DeviceTable", "PlanBuffers"]
+
+_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+class PlanBuffers(_plan_buffers.PlanBuffers):
+    """Buffers for plans whose arrays are tensors on a device, always the same ones.
+
+    Plans are written into one staging block, pinned where the device is no CPU, and one copy brings it to the
+    device. `tensors` has, by name, the whole arrays there (`kvfolio.PlanBuffers` says what is behind n rows
+    and T tokens): int32, but `positions`, `slot_mapping` and `logits_indices` are int64. On the CPU they are
+    views of the staging block, and nothing is copied.
+
+    Parameters
+    ----------
+    batch, max_tokens, max_sequences, max_blocks, pad_slot, pad_seq_len, pad_last_page_len
+        As in `kvfolio.PlanBuffers`.
+    device : str or torch.device
+    block_table : bool
+        Whether the block table goes along; not, if a `DeviceTable` has it. It is the bulk of the bytes.
+    """
+
+    device: torch.device
+    staging: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    _num_copied: int
+    _device_memory: torch.Tensor
+    _copied: Any
+
+    def __new__(
+        cls,
+        batch: Batch,
+        max_tokens: int | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        block_table: bool = True,
+        max_sequences: int | None = None,
+        max_blocks: int | None = None,
+        pad_slot: int = 0,
+        pad_seq_len: int = 0,
+        pad_last_page_len: int = 1,
+    ) -> Self:
+        """See the class."""
+        device = torch.device(device)
+        fields = cls.layout_of(batch, max_tokens, max_sequences=max_sequences, max_blocks=max_blocks)
+        num_bytes = cls.size_of(fields)
+        staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        buffers = super().__new__(
+            cls,
+            batch,
+            max_tokens,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            memory=staging.numpy(),
+            pad_slot=pad_slot,
+            pad_seq_len=pad_seq_len,
+            pad_last_page_len=pad_last_page_len,
+        )
+        buffers.device, buffers.staging, buffers._copied = device, staging, None
+        buffers._num_copied = num_bytes if block_table else fields["block_table"].offset
+        names = [name for name in fields if block_table or name != "block_table"]
+        memory = staging if device.type == "cpu" else torch.zeros_like(staging, device=device)
+        buffers._device_memory = memory
+        buffers.tensors = {
+            name: memory[field.offset : field.offset + field.num_bytes]
+            .view(_DTYPES[field.dtype])
+            .view(field.shape)
+            for name, field in ((name, fields[name]) for name in names)
+        }
+        return buffers
+
+    def plan(
+        self,
+        max_tokens: int | None = None,
+        partial: bool = False,
+        *,
+        rows: Sequence[int] | None = None,
+        num_tokens: int | Sequence[int] | None = None,
+    ) -> Plan:
+        """`Batch.plan` into these buffers, and on to the device, on the current stream.
+
+        It waits until the copy of the plan before has been made: that long the staging block is in use.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        plan = self.batch.plan(max_tokens, partial, rows=rows, num_tokens=num_tokens, out=self)
+        self.copy_to_device()
+        return plan
+
+    def copy_to_device(self) -> None:
+        """Copy the staging block to the device, for who calls `Batch.plan(out=...)` himself."""
+        if self.device.type == "cpu":
+            return
+        count = self._num_copied
+        self._device_memory[:count].copy_(self.staging[:count], non_blocking=True)
+        if self.device.type == "cuda":
+            if self._copied is None:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self.device))
+
+
+class DeviceTable:
+    """The block tables of a batch's rows, on a device, at a fixed address.
+
+    `tensor` is int32 ``[max_sequences, W]``, by the batch's row numbers; the null block fills what is not in
+    use or not in use any more. A step costs one small copy and one scatter, whatever the context's length.
+    Every plan of the batch has to be given, in the order they were made; those that were rolled back, too.
+
+    Parameters
+    ----------
+    batch : Batch
+    device : str or torch.device
+    max_blocks : int, optional
+        W; by default what the longest sequence of the batch takes.
+    """
+
+    def __init__(
+        self, batch: Batch, *, device: str | torch.device = "cpu", max_blocks: int | None = None
+    ) -> None:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
+        if max_blocks is None:
+            max_blocks = -(-batch.max_tokens_per_sequence // batch.pool.block_size)
+        width = _checks.integer("max_blocks", max_blocks, 1)
+        self.tensor = torch.zeros((batch.max_sequences, width), dtype=torch.int32, device=device)
+
+    def update(self, plan: Plan) -> None:
+        """Take in what the plan has told; on a GPU it is queued on the current stream.
+
+        Raises IndexError if a row has more than `max_blocks` blocks; then nothing was changed.
+        """
+        updates = plan.table_updates
+        if not len(updates):
+            return
+        width = self.tensor.shape[1]
+        if int(updates[:, 1].max()) >= width:
+            raise IndexError(f"max_blocks must be above {int(updates[:, 1].max())}, not {width}")
+        cells = np.empty((2, len(updates)), np.int64)
+        np.multiply(updates[:, 0], width, out=cells[0], dtype=np.int64)
+        cells[0] += updates[:, 1]
+        cells[1] = updates[:, 2]
+        told = torch.from_numpy(cells)
+        if self.tensor.device.type == "cuda":
+            # Pinned memory from torch's cache is not used again before the copy has been made.
+            told = told.pin_memory().to(self.tensor.device, non_blocking=True)
+        else:
+            told = told.to(self.tensor.device)
+        self.tensor.view(-1).index_copy_(0, told[0], told[1].int())
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tables of some rows, int32 ``[n, W]``: a plan's block table, from its `rows` on the device."""
+        return self.tensor.index_select(0, rows)

@@ -1,0 +1,159 @@
+//! Where some neighbouring positions' K and V lie, and the order in which memory is asked for them.
+#![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
+
+use std::ops::Range;
+
+use super::element::Element;
+use super::job::Job;
+use super::simd::Simd;
+
+/// The most keys of a chunk.
+pub(crate) const CHUNK: usize = 128;
+
+/// Keys that are scored together; addresses are padded to a multiple of it.
+pub(crate) const KEYS: usize = 8;
+
+/// Bytes that memory moves at once.
+const CACHE_LINE: usize = 64;
+
+/// Addresses of some neighbouring positions' K and V, of one KV head at a time.
+pub(crate) struct Chunk<E> {
+    pub(crate) positions: Range<usize>,
+    /// Those of the first head, the last one repeated up to a multiple of [`KEYS`].
+    keys: [*const E; CHUNK],
+    values: [*const E; CHUNK],
+    /// The distance of the head in hand from the first.
+    key_shift: isize,
+    value_shift: isize,
+}
+
+impl<E: Element> Chunk<E> {
+    pub(crate) fn new() -> Self {
+        let nowhere = [std::ptr::null(); CHUNK];
+        Self { positions: 0..0, keys: nowhere, values: nowhere, key_shift: 0, value_shift: 0 }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// Looks up where at most [`CHUNK`] positions of a row's sequence lie, for a head.
+    #[inline(always)]
+    pub(crate) fn locate(&mut self, job: &Job<'_, E>, row: usize, kv_head: usize, positions: Range<usize>) {
+        let [_, block_size, ..] = job.keys.shape();
+        let (key_stride, value_stride) = (job.keys.token_stride(), job.values.token_stride());
+        let table = job.step.block_table[row];
+        let (mut position, mut count) = (positions.start, 0);
+        while position < positions.end {
+            let (index, offset) = (position / block_size, position % block_size);
+            let block = table[index] as usize;
+            let run = (block_size - offset).min(positions.end - position);
+            let mut key = job.keys.row(block, offset, kv_head);
+            let mut value = job.values.row(block, offset, kv_head);
+            for place in count..count + run {
+                (self.keys[place], self.values[place]) = (key, value);
+                // The last step may lead out of the array; nobody follows it there.
+                (key, value) = (key.wrapping_offset(key_stride), value.wrapping_offset(value_stride));
+            }
+            (position, count) = (position + run, count + run);
+        }
+        if count > 0 {
+            let padded = count.next_multiple_of(KEYS);
+            let last = self.keys[count - 1];
+            self.keys[count..padded].fill(last);
+        }
+        self.positions = positions;
+        (self.key_shift, self.value_shift) = (0, 0);
+    }
+
+    /// Goes over to the head that stands `heads` behind the one that was located.
+    #[inline(always)]
+    pub(crate) fn turn_to(&mut self, job: &Job<'_, E>, heads: usize) {
+        self.key_shift = heads as isize * job.keys.head_stride();
+        self.value_shift = heads as isize * job.values.head_stride();
+    }
+
+    /// The address of the head's row of K; of the last one for the places of the padding.
+    #[inline(always)]
+    pub(crate) fn key(&self, place: usize) -> *const E {
+        self.keys[place].wrapping_offset(self.key_shift)
+    }
+
+    /// The address of the head's row of V.
+    #[inline(always)]
+    pub(crate) fn value(&self, place: usize) -> *const E {
+        self.values[place].wrapping_offset(self.value_shift)
+    }
+}
+
+/// Asks for the memory of a chunk a little at a time while another one is worked on, in the order in which it lies
+/// there, all heads of a token after each other: that is how memory is fastest, and scattered pages are beyond what a
+/// CPU foresees by itself.
+pub(crate) struct Ahead<'a, E> {
+    chunk: &'a Chunk<E>,
+    /// Bytes of a head's row, and of what lies in one piece.
+    head_bytes: usize,
+    piece_bytes: usize,
+    keys: Cursor,
+    values: Cursor,
+}
+
+#[derive(Default)]
+struct Cursor {
+    place: usize,
+    byte: usize,
+    shift: isize,
+}
+
+impl<'a, E: Element> Ahead<'a, E> {
+    /// Of so many heads from the located one on.
+    #[inline(always)]
+    pub(crate) fn new(chunk: &'a Chunk<E>, job: &Job<'_, E>, heads: usize) -> Self {
+        let adjacent = job.keys.has_adjacent_heads() && job.values.has_adjacent_heads();
+        let head_bytes = job.keys.shape()[3] * size_of::<E>();
+        let piece_bytes = if adjacent { heads * head_bytes } else { head_bytes };
+        Self { chunk, head_bytes, piece_bytes, keys: Cursor::default(), values: Cursor::default() }
+    }
+
+    /// Begins with another head's rows, where the heads of a token do not lie together.
+    #[inline(always)]
+    pub(crate) fn turn_to(&mut self, job: &Job<'_, E>, heads: usize) {
+        if self.piece_bytes == self.head_bytes {
+            let shift = heads as isize * job.keys.head_stride();
+            self.keys = Cursor { shift, ..Cursor::default() };
+            let shift = heads as isize * job.values.head_stride();
+            self.values = Cursor { shift, ..Cursor::default() };
+        }
+    }
+
+    /// Asks for as much of K as `rows` rows of a head are.
+    #[inline(always)]
+    pub(crate) fn keys<S: Simd>(&mut self, simd: S, rows: usize) {
+        let rows_of = &self.chunk.keys[..self.chunk.len()];
+        self.keys.advance(simd, rows_of, self.piece_bytes, rows * self.head_bytes);
+    }
+
+    /// Asks for as much of V as `rows` rows of a head are.
+    #[inline(always)]
+    pub(crate) fn values<S: Simd>(&mut self, simd: S, rows: usize) {
+        let rows_of = &self.chunk.values[..self.chunk.len()];
+        self.values.advance(simd, rows_of, self.piece_bytes, rows * self.head_bytes);
+    }
+}
+
+impl Cursor {
+    #[inline(always)]
+    fn advance<S: Simd, E>(&mut self, simd: S, rows: &[*const E], piece_bytes: usize, bytes: usize) {
+        let mut left = bytes as isize;
+        while left > 0 && self.place < rows.len() {
+            let row = rows[self.place].cast::<u8>();
+            simd.prefetch(row.wrapping_add(self.byte).wrapping_offset(self.shift * size_of::<E>() as isize));
+            let step = CACHE_LINE.min(piece_bytes - self.byte);
+            left -= step as isize;
+            self.byte += step;
+            if self.byte >= piece_bytes {
+                (self.place, self.byte) = (self.place + 1, 0);
+            }
+        }
+    }
+}

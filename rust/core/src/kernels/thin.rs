@@ -1,0 +1,417 @@
+//! Attention of few rows, as in decode: a vector's lanes are dimensions, and each row of K and V is loaded once, from
+//! where it lies, for all rows of the tile.
+//!
+//! Keys are taken a chunk at a time, whatever the block size: score, soften (the online softmax's rescaling),
+//! accumulate. All KV heads of the tile are taken through a chunk before the next one, so that memory is read in the
+//! order in which it lies.
+#![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
+#![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
+
+use std::f32::consts::LOG2_E;
+use std::mem;
+use std::ops::Range;
+
+use super::buffer::Buffer;
+use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
+use super::element::Element;
+use super::job::{Job, Tile};
+use super::output::Denominator;
+use super::scratch::Scratch;
+use super::simd::{MAX_LANES, Simd};
+
+/// Bytes of K and V of a chunk, which lie in the second-level cache together with those of the next one.
+const CHUNK_BYTES: usize = 1 << 18;
+
+/// Keys whose products with the rows are in registers at once.
+const AT_ONCE: usize = 4;
+
+/// Working memory. Rows of all heads of the tile are numbered through, head by head.
+#[derive(Default)]
+pub(crate) struct Memory {
+    /// Scaled queries, a row each.
+    queries: Buffer,
+    /// Weighted sums of V so far, a row each.
+    sums: Buffer,
+    /// Scores of the chunk's keys of one head, then their weights, a row each.
+    scores: Buffer,
+    rows: Vec<Row>,
+    /// Which of the chunk's keys each row of a head sees.
+    seen: Vec<Range<usize>>,
+    /// `head_dim`, and what it takes with padding.
+    head_dim: usize,
+    width: usize,
+}
+
+/// State of one row's softmax.
+#[derive(Clone, Copy)]
+struct Row {
+    so_far: Denominator,
+    /// What the chunk in hand makes of earlier sums.
+    rescale: f32,
+}
+
+#[inline(always)]
+pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
+    let memory = &mut scratch.thin;
+    let rows = tile.queries.len() * job.group;
+    load_queries(simd, job, tile, memory);
+    let bytes = 2 * tile.heads.len() * memory.head_dim * size_of::<E>();
+    let most = (CHUNK_BYTES / bytes.max(1) / KEYS * KEYS).clamp(2 * KEYS, CHUNK);
+    let seen = job.seen_by_any(tile);
+    let at = |first: usize| first.min(seen.end)..(first + most).min(seen.end);
+    let (mut chunk, mut next) = (Chunk::new(), Chunk::new());
+    chunk.locate(job, tile.row, tile.heads.start, at(seen.start));
+    let mut first = Ahead::new(&chunk, job, tile.heads.len());
+    first.keys(simd, KEYS * tile.heads.len());
+    first.values(simd, KEYS * tile.heads.len());
+    while chunk.len() > 0 {
+        next.locate(job, tile.row, tile.heads.start, at(chunk.positions.end));
+        let mut ahead = Ahead::new(&next, job, tile.heads.len());
+        mark_seen(job, tile, &chunk.positions, memory);
+        for (place, kv_head) in tile.heads.clone().enumerate() {
+            chunk.turn_to(job, place);
+            ahead.turn_to(job, place);
+            score(simd, &chunk, &mut ahead, rows, place, memory);
+            for row in 0..rows {
+                soften(simd, job, tile, &chunk.positions, kv_head, row, place * rows + row, memory);
+            }
+            accumulate(simd, &chunk, &mut ahead, rows, place, memory);
+        }
+        mem::swap(&mut chunk, &mut next);
+    }
+    for (place, kv_head) in tile.heads.clone().enumerate() {
+        for row in 0..rows {
+            let (query, head) = job.row(tile, kv_head, row);
+            let number = place * rows + row;
+            let sums = &memory.sums[number * memory.width..][..memory.head_dim];
+            // SAFETY: each query and head is in one tile of its kind, and each of these is run once.
+            unsafe {
+                job.output.put(simd, job, tile, [query, head], memory.rows[number].so_far, sums);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn load_queries<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, memory: &mut Memory) {
+    let rows = tile.queries.len() * job.group;
+    let all = rows * tile.heads.len();
+    memory.head_dim = job.keys.shape()[3];
+    memory.width = memory.head_dim.next_multiple_of(MAX_LANES);
+    memory.queries.reserve(all * memory.width);
+    memory.sums.reserve(all * memory.width);
+    memory.scores.reserve(rows * CHUNK);
+    memory.rows.clear();
+    memory.rows.resize(all, Row { so_far: Denominator::EMPTY, rescale: 1.0 });
+    memory.seen.clear();
+    memory.seen.resize(rows, 0..0);
+    memory.sums[..all * memory.width].fill(0.0);
+    let scale = simd.splat(job.scoring.scale);
+    for number in 0..all {
+        let (query, head) = job.row(tile, tile.heads.start + number / rows, number % rows);
+        let from = job.q.row(job.queries[query].token, head);
+        let to = &mut memory.queries[number * memory.width..][..memory.width];
+        for d in (0..memory.width).step_by(S::LANES) {
+            let count = memory.head_dim.saturating_sub(d);
+            // SAFETY: `from` is the address of head_dim readable elements, of which `count` are left from d on.
+            simd.put(&mut to[d..], simd.mul(scale, unsafe { simd.load_up_to(from.wrapping_add(d), count) }));
+        }
+    }
+}
+
+/// Notes which of the chunk's keys each row sees.
+#[inline(always)]
+fn mark_seen<E: Element>(job: &Job<'_, E>, tile: &Tile, chunk: &Range<usize>, memory: &mut Memory) {
+    for row in 0..memory.seen.len() {
+        let seen = job.seen(tile, tile.queries.start + row / job.group);
+        let place = |position: usize| position.clamp(chunk.start, chunk.end) - chunk.start;
+        memory.seen[row] = place(seen.start)..place(seen.end);
+    }
+}
+
+/// Products of the rows' queries and the chunk's keys; those of unseen keys are somewhere between true and missing.
+#[inline(always)]
+fn score<S: Simd, E: Element>(
+    simd: S,
+    chunk: &Chunk<E>,
+    ahead: &mut Ahead<'_, E>,
+    rows: usize,
+    head: usize,
+    memory: &mut Memory,
+) {
+    let mut row = 0;
+    while row < rows {
+        row += match rows - row {
+            4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
+            2.. => score_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
+            _ => score_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
+        };
+    }
+}
+
+#[inline(always)]
+fn score_rows<S: Simd, E: Element, const M: usize>(
+    simd: S,
+    chunk: &Chunk<E>,
+    ahead: &mut Ahead<'_, E>,
+    first_row: usize,
+    row: usize,
+    memory: &mut Memory,
+) -> usize {
+    let (dim, width) = (memory.head_dim, memory.width);
+    let queries = memory.queries[(first_row + row) * width..][..M * width].as_ptr();
+    let scores = &mut memory.scores[row * CHUNK..(row + M) * CHUNK];
+    for first in (0..chunk.len()).step_by(AT_ONCE) {
+        if row == 0 {
+            ahead.keys(simd, AT_ONCE);
+        }
+        let mut keys = [std::ptr::null(); AT_ONCE];
+        for place in 0..AT_ONCE {
+            keys[place] = chunk.key(first + place);
+        }
+        let mut products = [[simd.splat(0.0); AT_ONCE]; M];
+        let whole = dim - dim % S::LANES;
+        for d in (0..whole).step_by(S::LANES) {
+            let mut k = [simd.splat(0.0); AT_ONCE];
+            for place in 0..AT_ONCE {
+                // SAFETY: every key is the address of head_dim readable elements.
+                k[place] = unsafe { simd.load_elements(keys[place].add(d)) };
+            }
+            for m in 0..M {
+                // SAFETY: M rows of `width` numbers begin at `queries`.
+                let q = unsafe { simd.load(queries.add(m * width + d)) };
+                for place in 0..AT_ONCE {
+                    products[m][place] = simd.fma(q, k[place], products[m][place]);
+                }
+            }
+        }
+        if whole < dim {
+            for place in 0..AT_ONCE {
+                // SAFETY: as above; dim - whole elements are left.
+                let k = unsafe { simd.load_up_to(keys[place].add(whole), dim - whole) };
+                for m in 0..M {
+                    // SAFETY: as above; rows are padded.
+                    let q = unsafe { simd.load(queries.add(m * width + whole)) };
+                    products[m][place] = simd.fma(q, k, products[m][place]);
+                }
+            }
+        }
+        for m in 0..M {
+            scores[m * CHUNK + first..][..AT_ONCE].copy_from_slice(&simd.sum_each(products[m]));
+        }
+    }
+    M
+}
+
+/// Turns one row's products into weights, relative to its new maximum.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a loop's body")]
+fn soften<S: Simd, E: Element>(
+    simd: S,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    positions: &Range<usize>,
+    kv_head: usize,
+    row: usize,
+    number: usize,
+    memory: &mut Memory,
+) {
+    let state = &mut memory.rows[number];
+    let seen = memory.seen[row].clone();
+    state.rescale = 1.0;
+    if seen.is_empty() {
+        return;
+    }
+    let scores = &mut memory.scores[row * CHUNK..(row + 1) * CHUNK];
+    let used = seen.end.next_multiple_of(S::LANES);
+    if let Some(cap) = job.scoring.logit_softcap {
+        let (cap, inverse) = (simd.splat(cap), simd.splat(1.0 / cap));
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            simd.put(x, simd.mul(cap, simd.tanh(simd.mul(simd.get(x), inverse))));
+        }
+    }
+    if let Some(slopes) = job.scoring.alibi_slopes {
+        let (query, head) = job.row(tile, kv_head, row);
+        // Distances are whole numbers, exact in f32 up to 2^24.
+        let slope = simd.splat(slopes[head]);
+        let mut distance = positions.start as i64 - job.queries[query].position.unwrap_or(0) as i64;
+        for x in scores[..used].chunks_exact_mut(S::LANES) {
+            let distances = simd.add(simd.splat(distance as f32), simd.iota());
+            simd.put(x, simd.fma(slope, distances, simd.get(x)));
+            distance += S::LANES as i64;
+        }
+    }
+    scores[..seen.start].fill(f32::NEG_INFINITY);
+    scores[seen.end..used].fill(f32::NEG_INFINITY);
+
+    let mut largest = simd.splat(f32::NEG_INFINITY);
+    for x in scores[..used].chunks_exact(S::LANES) {
+        largest = simd.max(largest, simd.get(x));
+    }
+    let largest = simd.max_lane(largest) * LOG2_E;
+    let before = state.so_far;
+    let top = if largest > before.top { largest } else { before.top };
+    if top > before.top {
+        state.rescale = (before.top - top).exp2();
+    }
+    let (tops, to_base_2, zero) = (simd.splat(-top), simd.splat(LOG2_E), simd.splat(0.0));
+    let mut total = zero;
+    for x in scores[..used].chunks_exact_mut(S::LANES) {
+        let weight = simd.exp2(simd.fma(simd.get(x), to_base_2, tops));
+        total = simd.add(total, weight);
+        simd.put(x, weight);
+    }
+    let total = simd.sum_each([total, zero, zero, zero])[0];
+    state.so_far = Denominator { top, total: before.total * state.rescale + total };
+}
+
+/// Adds the chunk's rows of V to the sums, weighted.
+///
+/// Rows go together over the keys that all of them see, and alone over the others: a weight of zero would not
+/// do for an unseen key, since zero times NaN is NaN.
+#[inline(always)]
+fn accumulate<S: Simd, E: Element>(
+    simd: S,
+    chunk: &Chunk<E>,
+    ahead: &mut Ahead<'_, E>,
+    rows: usize,
+    head: usize,
+    memory: &mut Memory,
+) {
+    let mut row = 0;
+    while row < rows {
+        row += match rows - row {
+            4.. if S::ROWS >= 4 => accumulate_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
+            2.. => accumulate_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
+            _ => accumulate_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
+        };
+    }
+}
+
+#[inline(always)]
+fn accumulate_rows<S: Simd, E: Element, const M: usize>(
+    simd: S,
+    chunk: &Chunk<E>,
+    ahead: &mut Ahead<'_, E>,
+    first_row: usize,
+    row: usize,
+    memory: &mut Memory,
+) -> usize {
+    let (mut start, mut stop) = (0, usize::MAX);
+    for m in 0..M {
+        start = start.max(memory.seen[row + m].start);
+        stop = stop.min(memory.seen[row + m].end);
+    }
+    let together = start < stop;
+    if together {
+        let ahead = if row == 0 { Some(ahead) } else { None };
+        add_weighted::<S, E, M>(simd, chunk, start..stop, first_row, row, true, ahead, memory);
+    }
+    if M == 1 {
+        return M;
+    }
+    for m in 0..M {
+        let seen = memory.seen[row + m].clone();
+        let parts = if together { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
+        for part in parts {
+            if !part.is_empty() {
+                add_weighted::<S, E, 1>(simd, chunk, part, first_row, row + m, !together, None, memory);
+            }
+        }
+    }
+    M
+}
+
+/// Adds the weighted V of the keys in `range` to the sums of M rows, which are rescaled before if so asked.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a loop's body")]
+fn add_weighted<S: Simd, E: Element, const M: usize>(
+    simd: S,
+    chunk: &Chunk<E>,
+    range: Range<usize>,
+    first_row: usize,
+    row: usize,
+    rescale: bool,
+    mut ahead: Option<&mut Ahead<'_, E>>,
+    memory: &mut Memory,
+) {
+    let (dim, width) = (memory.head_dim, memory.width);
+    let mut factors = [1.0; M];
+    if rescale {
+        for m in 0..M {
+            factors[m] = memory.rows[first_row + row + m].rescale;
+        }
+    }
+    let weights = &memory.scores[row * CHUNK..][..M * CHUNK];
+    let sums = &mut memory.sums[(first_row + row) * width..][..M * width];
+    let mut d = 0;
+    while d + 4 * S::LANES <= dim {
+        let ahead = if d == 0 { ahead.take() } else { None };
+        add_columns::<S, E, M, 4>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        d += 4 * S::LANES;
+    }
+    while d < dim {
+        let ahead = if d == 0 { ahead.take() } else { None };
+        add_columns::<S, E, M, 1>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        d += S::LANES;
+    }
+}
+
+/// The part of [`add_weighted`] that keeps its sums in registers: N vectors from `columns.start` on.
+///
+/// If N is 1, `columns` may have less than a vector left.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the body of two nested loops, for the sake of registers")]
+fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
+    simd: S,
+    chunk: &Chunk<E>,
+    range: Range<usize>,
+    weights: &[f32],
+    factors: [f32; M],
+    sums: &mut [f32],
+    width: usize,
+    columns: Range<usize>,
+    mut ahead: Option<&mut Ahead<'_, E>>,
+) {
+    let d = columns.start;
+    let whole = columns.len() >= N * S::LANES;
+    assert!((N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && range.end <= CHUNK);
+    assert!(d + N * S::LANES <= width);
+    let (sums, weights) = (sums.as_mut_ptr(), weights.as_ptr());
+    let mut sum = [[simd.splat(0.0); N]; M];
+    for m in 0..M {
+        for n in 0..N {
+            // SAFETY: M rows of `width` numbers begin at `sums`, and N vectors are left from d on.
+            let before = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
+            sum[m][n] = simd.mul(before, simd.splat(factors[m]));
+        }
+    }
+    for key in range {
+        if let Some(ahead) = &mut ahead {
+            ahead.values(simd, 1);
+        }
+        let value = chunk.value(key);
+        let mut v = [simd.splat(0.0); N];
+        for n in 0..N {
+            // SAFETY: every seen value is the address of columns.end readable elements. N vectors are left from d on, or
+            // else N is 1 and fewer are loaded.
+            v[n] = unsafe {
+                let from = value.add(d + n * S::LANES);
+                if whole { simd.load_elements(from) } else { simd.load_up_to(from, columns.len()) }
+            };
+        }
+        for m in 0..M {
+            // SAFETY: M rows of CHUNK weights begin at `weights`, and key < CHUNK.
+            let weight = simd.splat(unsafe { *weights.add(m * CHUNK + key) });
+            for n in 0..N {
+                sum[m][n] = simd.fma(weight, v[n], sum[m][n]);
+            }
+        }
+    }
+    for m in 0..M {
+        for n in 0..N {
+            // SAFETY: as above.
+            unsafe { simd.store(sums.add(m * width + d + n * S::LANES), sum[m][n]) };
+        }
+    }
+}
