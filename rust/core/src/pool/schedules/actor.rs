@@ -82,7 +82,9 @@ impl World {
         blank.take(num_blocks, &mut marked);
         assert_eq!(marked.len(), self.pool.num_blank(), "marks lead to all blank blocks");
         let mut back = Giving::new(blank);
-        marked.into_iter().for_each(|block| back.add(block));
+        for block in marked {
+            back.add(block);
+        }
         back.finish();
         let mut all = self.pool.allocate(num_blocks).unwrap_or_default();
         all.sort_unstable();
