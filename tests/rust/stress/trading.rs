@@ -149,18 +149,27 @@ impl<'a> Trader<'a> {
                 table.truncate(kept).unwrap();
                 contents.truncate(kept);
             }
-            _ if table.blocks().len() < 8 => {
-                if let Ok(copy) = table.append(1 + self.random.below(7)) {
-                    if let Some((source, target)) = copy {
-                        self.memory.copy_block(source.as_i32(), target.as_i32());
-                    }
-                    let new = self.fill(table.blocks(), contents.len(), table.num_tokens());
-                    contents.extend(new);
-                }
-            }
+            _ if table.blocks().len() < 8 => self.append(&mut table, &mut contents),
             _ => {}
         }
         Goods { what: What::Table(table), contents }
+    }
+
+    fn append(&mut self, table: &mut BlockTable, contents: &mut Vec<u64>) {
+        // A table gives up its share of a block that it is about to leave as soon as it grows. So that nobody
+        // else gets the block before it is copied, it is borrowed for as long. A block that is this table's alone
+        // stays so.
+        let is_shared = |block: &&BlockId| self.pool.ref_count(**block).unwrap() > 1;
+        let source: Vec<_> = table.blocks().last().filter(is_shared).copied().into_iter().collect();
+        self.pool.share(&source).unwrap();
+        if let Ok(copy) = table.append(1 + self.random.below(7)) {
+            if let Some((source, target)) = copy {
+                self.memory.copy_block(source.as_i32(), target.as_i32());
+            }
+            let new = self.fill(table.blocks(), contents.len(), table.num_tokens());
+            contents.extend(new);
+        }
+        self.pool.release(&source).unwrap();
     }
 
     fn pass_on(&self, goods: Goods) {
