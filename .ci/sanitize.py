@@ -1,15 +1,17 @@
 """Run the crate under ThreadSanitizer and AddressSanitizer, and see that both are loud where it is broken.
 
-The stable toolchain has both; `RUSTC_BOOTSTRAP=1` lets it use them. The standard library is not instrumented: under
-ThreadSanitizer the end of a `thread::scope` whose threads were not joined one by one orders nothing, nor does libtest's
-channel. So the tests with threads would be reported for what is right; `stress` is made to use neither.
+The stable toolchain has both; `RUSTC_BOOTSTRAP=1` lets it use them. The standard library is not
+instrumented: under ThreadSanitizer the end of a `thread::scope` whose threads were not joined one by one
+orders nothing, nor does libtest's channel. So the tests with threads would be reported for what is right;
+`stress` is made to use neither.
 
 1. `stress` (tests/rust/stress) under ThreadSanitizer: not one report.
 2. `stress` and the tests of the kernels under AddressSanitizer: not one report.
-3. Each `tests/mutants_sanitizers/*.patch`, applied to a copy of the sources: a report. Its first line says what it
-   breaks and who must see it: `# WHAT. Killed by: thread stress`.
+3. Each `tests/mutants_sanitizers/*.patch`, applied to a copy of the sources: a report. Its first line says
+   what it breaks and who must see it: `# WHAT. Killed by: thread stress`.
 
-Arguments choose patches by name; `--only-mutants` and `--no-mutants` choose parts; `--seconds N` is how long `stress` runs.
+Arguments choose patches by name; `--only-mutants` and `--no-mutants` choose parts; `--seconds N` is how long
+`stress` runs.
 """
 
 import argparse
@@ -44,13 +46,18 @@ class Unfit(Exception):
 
 @dataclass
 class Mutant:
+    """A patch, and the program that must be loud by it."""
+
     path: Path
     what: str
     program: tuple[str, str]
 
     @classmethod
     def read(cls, path: Path) -> "Mutant":
-        what, found, killer = path.read_text().partition("\n")[0].removeprefix("# ").partition(". Killed by: ")
+        """From the first line of a patch."""
+        what, found, killer = (
+            path.read_text().partition("\n")[0].removeprefix("# ").partition(". Killed by: ")
+        )
         sanitizer, _, program = killer.partition(" ")
         if not found or (sanitizer, program) not in PROGRAMS:
             allowed = ", ".join(" ".join(program) for program in PROGRAMS)
@@ -76,10 +83,22 @@ def copy_sources() -> None:
 
 
 def build(program: tuple[str, str]) -> Path:
+    """Build a program under its sanitizer."""
     sanitizer = program[0]
-    host = subprocess.run(["rustc", "--print", "host-tuple"], text=True, capture_output=True, check=True).stdout.strip()
+    host = subprocess.run(
+        ["rustc", "--print", "host-tuple"], text=True, capture_output=True, check=True
+    ).stdout.strip()
     # With a target, build scripts and macros stay as they are.
-    command = ["cargo", *PROGRAMS[program][0], "--release", "-p", "kvfolio", "--target", host, "--message-format=json"]
+    command = [
+        "cargo",
+        *PROGRAMS[program][0],
+        "--release",
+        "-p",
+        "kvfolio",
+        "--target",
+        host,
+        "--message-format=json",
+    ]
     env = os.environ | {
         "RUSTC_BOOTSTRAP": "1",
         "RUSTFLAGS": f"-Zsanitizer={sanitizer} -Cunsafe-allow-abi-mismatch=sanitizer",
@@ -87,7 +106,9 @@ def build(program: tuple[str, str]) -> Path:
         "CARGO_PROFILE_RELEASE_LTO": "off",
         "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "16",
     }
-    done = subprocess.run([*command, "--quiet"], cwd=COPY, env=env, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [*command, "--quiet"], cwd=COPY, env=env, text=True, capture_output=True, check=False
+    )
     messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0:
         rendered = [message["message"]["rendered"] for message in messages if "message" in message]
@@ -106,7 +127,9 @@ def run(program: tuple[str, str], seconds: int) -> tuple[bool, str]:
     }
     command = [str(build(program)), *words]
     try:
-        done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=20 * seconds + 600, check=False)
+        done = subprocess.run(
+            command, env=env, text=True, capture_output=True, timeout=20 * seconds + 600, check=False
+        )
     except subprocess.TimeoutExpired:
         raise Unfit(f"{name} under {sanitizer} does not end") from None
     return done.returncode == 0 and REPORTS[sanitizer] not in done.stderr, done.stdout + done.stderr
@@ -130,6 +153,7 @@ def judge(mutant: Mutant) -> str:
 
 
 def main() -> int:
+    """Print a line for each program and mutant; 1 if one is not as it has to be."""
     parser = argparse.ArgumentParser(description="Run the crate under ThreadSanitizer and AddressSanitizer.")
     parser.add_argument("mutants", nargs="*")
     parser.add_argument("--seconds", type=int, default=60)

@@ -1,9 +1,9 @@
 """Count instructions a block, or a decode step, and compare with the recorded ones.
 
-`make bench-instructions` fails when a figure has grown by more than 5 %; `python benches/instructions.py --record` makes the
-figures of now the recorded ones. Instructions are counted by valgrind's callgrind, which says the same on a busy machine:
-but not what waiting for memory or for another core costs, which `cargo bench` is for. Another compiler may count
-differently: then record anew.
+`make bench-instructions` fails when a figure has grown by more than 5 %;
+`python benches/instructions.py --record` makes the figures of now the recorded ones. Instructions are counted
+by valgrind's callgrind, which says the same on a busy machine: but not what waiting for memory or for another
+core costs, which `cargo bench` is for. Another compiler may count differently: then record anew.
 """
 
 import argparse
@@ -31,6 +31,7 @@ MOST_GROWTH = 0.05
 
 
 def build() -> Path:
+    """Build the program whose steps are counted, as it is released."""
     command = ["cargo", "bench", "--no-run", "--quiet", "-p", "kvfolio", "--features", "internals"]
     command += ["--bench", "instructions", "--message-format=json"]
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
@@ -40,7 +41,12 @@ def build() -> Path:
 
 def count(program: Path, step: str) -> float:
     """Instructions for each block, or each step of a batch."""
-    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", "--toggle-collect=*counted*"]
+    valgrind = [
+        "valgrind",
+        "--tool=callgrind",
+        "--callgrind-out-file=/dev/null",
+        "--toggle-collect=*counted*",
+    ]
     done = subprocess.run([*valgrind, str(program), step], text=True, capture_output=True, check=False)
     collected = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode != 0 or collected is None or collected[1] == "0":
@@ -49,14 +55,19 @@ def count(program: Path, step: str) -> float:
 
 
 def main() -> int:
+    """Print a line for each step; 1 if one takes more than it did."""
     parser = argparse.ArgumentParser(description="Count instructions and compare with the recorded ones.")
     parser.add_argument("--record", action="store_true", help="make these the recorded ones")
     options = parser.parse_args()
     if shutil.which("valgrind") is None:
         print("skipped: instructions are counted by valgrind, which is not installed")
         return 0
-    compiler = subprocess.run(["rustc", "--version"], text=True, capture_output=True, check=True).stdout.strip()
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
+    compiler = subprocess.run(
+        ["rustc", "--version"], text=True, capture_output=True, check=True
+    ).stdout.strip()
+    recorded = (
+        json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
+    )
     if recorded["compiler"] != compiler:
         print(f"the recorded figures are of {recorded['compiler']}, these are of {compiler}")
     program = build()
@@ -66,12 +77,17 @@ def main() -> int:
         figures[step] = now
         change = now / before - 1 if before else None
         grown |= change is None or change > MOST_GROWTH
-        print(f"{step:26} {now:10.1f}  " + ("not recorded" if change is None else f"{before:10.1f}  {change:+.1%}"))
+        print(
+            f"{step:26} {now:10.1f}  "
+            + ("not recorded" if change is None else f"{before:10.1f}  {change:+.1%}")
+        )
     if options.record:
         RECORD.write_text(json.dumps({"compiler": compiler, "instructions": figures}, indent=2) + "\n")
         return 0
     if grown:
-        print("grown by more than 5 %, or not recorded; python benches/instructions.py --record if it has to be")
+        print(
+            "grown by more than 5 %, or not recorded; python benches/instructions.py --record if it has to be"
+        )
     return grown
 
 

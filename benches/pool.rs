@@ -119,7 +119,7 @@ fn cache(criterion: &mut Criterion) {
     let mut group = group(criterion, "keys");
     group.throughput(Throughput::Elements(K as u64));
     group.bench_function("hash of blocks of 16 tokens", |bencher| {
-        bencher.iter(|| hash(&tokens, &mut Untimed))
+        bencher.iter(|| hash(&tokens, &mut Untimed));
     });
 }
 
