@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
@@ -65,9 +66,9 @@ def main() -> int:
     compiler = subprocess.run(
         ["rustc", "--version"], text=True, capture_output=True, check=True
     ).stdout.strip()
-    recorded = (
-        json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
-    )
+    recorded: dict[str, Any] = {"compiler": compiler, "instructions": {}}
+    if RECORD.exists():
+        recorded = json.loads(RECORD.read_text())
     if recorded["compiler"] != compiler:
         print(f"the recorded figures are of {recorded['compiler']}, these are of {compiler}")
     program = build()
