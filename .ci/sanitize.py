@@ -46,12 +46,15 @@ class Unfit(Exception):
 
 @dataclass
 class Mutant:
+    """A patch, and the program that must be loud by it."""
+
     path: Path
     what: str
     program: tuple[str, str]
 
     @classmethod
     def read(cls, path: Path) -> "Mutant":
+        """From the first line of a patch."""
         what, found, killer = (
             path.read_text().partition("\n")[0].removeprefix("# ").partition(". Killed by: ")
         )
@@ -80,6 +83,7 @@ def copy_sources() -> None:
 
 
 def build(program: tuple[str, str]) -> Path:
+    """Build a program under its sanitizer."""
     sanitizer = program[0]
     host = subprocess.run(
         ["rustc", "--print", "host-tuple"], text=True, capture_output=True, check=True
@@ -149,6 +153,7 @@ def judge(mutant: Mutant) -> str:
 
 
 def main() -> int:
+    """Print a line for each program and mutant; 1 if one is not as it has to be."""
     parser = argparse.ArgumentParser(description="Run the crate under ThreadSanitizer and AddressSanitizer.")
     parser.add_argument("mutants", nargs="*")
     parser.add_argument("--seconds", type=int, default=60)

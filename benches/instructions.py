@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
@@ -31,6 +32,7 @@ MOST_GROWTH = 0.05
 
 
 def build() -> Path:
+    """Build the program whose steps are counted, as it is released."""
     command = ["cargo", "bench", "--no-run", "--quiet", "-p", "kvfolio", "--features", "internals"]
     command += ["--bench", "instructions", "--message-format=json"]
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
@@ -54,6 +56,7 @@ def count(program: Path, step: str) -> float:
 
 
 def main() -> int:
+    """Print a line for each step; 1 if one takes more than it did."""
     parser = argparse.ArgumentParser(description="Count instructions and compare with the recorded ones.")
     parser.add_argument("--record", action="store_true", help="make these the recorded ones")
     options = parser.parse_args()
@@ -63,9 +66,9 @@ def main() -> int:
     compiler = subprocess.run(
         ["rustc", "--version"], text=True, capture_output=True, check=True
     ).stdout.strip()
-    recorded = (
-        json.loads(RECORD.read_text()) if RECORD.exists() else {"compiler": compiler, "instructions": {}}
-    )
+    recorded: dict[str, Any] = {"compiler": compiler, "instructions": {}}
+    if RECORD.exists():
+        recorded = json.loads(RECORD.read_text())
     if recorded["compiler"] != compiler:
         print(f"the recorded figures are of {recorded['compiler']}, these are of {compiler}")
     program = build()
