@@ -29,6 +29,7 @@ mod ids;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals;
+#[cfg(not(any(loom, schedules)))] // models of the pool need none, and take a minute longer to build with them
 pub mod kernels;
 mod key;
 mod plan;

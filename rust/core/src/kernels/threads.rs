@@ -19,6 +19,8 @@ thread_local! {
 struct Helpers {
     process: u32,
     pool: ThreadPool,
+    /// What was there before and may still be in use: kept, and known to be kept.
+    _former: *mut Helpers,
 }
 
 /// Threads do not live on in a forked child, and work given to a pool without threads is never done; so a
@@ -80,7 +82,7 @@ fn pool(helpers: usize) -> Option<&'static ThreadPool> {
     let builder = ThreadPoolBuilder::new().thread_name(|index| format!("kvfolio-{index}"));
     // As many as any call will want, so that pools are not replaced one after the other.
     let pool = builder.num_threads(helpers.max(num_threads() - 1)).build().ok()?;
-    let own = Box::into_raw(Box::new(Helpers { process, pool }));
+    let own = Box::into_raw(Box::new(Helpers { process, pool, _former: found }));
     // Release: who finds it sees it whole.
     let now = match HELPERS.compare_exchange(found, own, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => own,
