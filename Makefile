@@ -20,7 +20,7 @@ demo: ## Serve a real model on the CPU, and compare its answers with the model's
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
 
 test: ## Pass every check and every test
-	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust test-python
+	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust mutants test-python
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
