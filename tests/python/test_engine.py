@@ -201,7 +201,10 @@ def test_the_youngest_gives_way_and_comes_back_before_those_who_wait(model: PreT
     youngest, behind = requests[2], requests[3]
     while engine.has_work:
         engine.step()
-        if youngest.answers[0] in [work.answer for work in engine._waiting] and youngest.figures.preemptions:
+        if (
+            youngest.answers[0] in [work.answer for work in engine._schedule.waiting]
+            and youngest.figures.preemptions
+        ):
             assert behind.admitted_at is None
     assert [bool(request.figures.preemptions) for request in requests] == [False, False, True, False]
 
@@ -293,14 +296,14 @@ def test_a_family_that_fails_is_not_tried_again_by_its_other_samples(
     family = engine.submit(prompts[0], SamplingParams(max_tokens=6, n=2, temperature=1.0, seed=3))
     others = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts[1:]]
     engine.step()
-    rows = {work.row for work in engine._running if work.answer.request is family}
+    rows = {work.row for work in engine._schedule.running if work.answer.request is family}
     assert len(rows) == 2
     forward = engine.model.forward
 
-    def refuse(plan: Any, cache: Any) -> Any:
+    def refuse(plan: Any, cache: Any, **options: Any) -> Any:
         if rows & set(plan.rows.tolist()):
             raise RuntimeError("family")
-        return forward(plan, cache)
+        return forward(plan, cache, **options)
 
     monkeypatch.setattr(engine.model, "forward", refuse)
     engine.step()
@@ -331,7 +334,7 @@ def test_an_interrupt_in_the_model_goes_through_and_the_next_step_goes_on(
 def test_a_failing_draw_ends_its_request_only(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    from kvfolio.serving import engine as module
+    from kvfolio.serving import flight as module
 
     draw = module.sample
     engine = make_engine(model)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import tiny_models  # noqa: E402
 from kvfolio.serving import Engine, Event, FinishReason, Request, SamplingParams  # noqa: E402
-from kvfolio.serving import engine as engine_module  # noqa: E402
+from kvfolio.serving import flight as flight_module  # noqa: E402
 from tiny_models import random_prompt  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
@@ -135,7 +135,7 @@ def test_a_draw_that_does_not_count_moves_no_generator(
     error: type[BaseException],
     call: int,
 ) -> None:
-    draw, calls = engine_module.sample, [0]
+    draw, calls = flight_module.sample, [0]
 
     def fail_once(*arguments: Any) -> int:
         token = draw(*arguments)
@@ -144,7 +144,7 @@ def test_a_draw_that_does_not_count_moves_no_generator(
             raise error
         return token
 
-    monkeypatch.setattr(engine_module, "sample", fail_once)
+    monkeypatch.setattr(flight_module, "sample", fail_once)
     engine = make_engine(model)
     requests = submit_all(engine)
     if error is KeyboardInterrupt:
@@ -161,11 +161,11 @@ def test_an_interrupt_in_the_second_half_keeps_the_tokens_of_the_first(
     requests = submit_all(engine)
     forward, raised = engine.model.forward, [RuntimeError, None, KeyboardInterrupt]
 
-    def fail(plan: Any, cache: Any) -> Any:
+    def fail(plan: Any, cache: Any, **options: Any) -> Any:
         error = raised.pop(0) if raised else None
         if error is not None:
             raise error
-        return forward(plan, cache)
+        return forward(plan, cache, **options)
 
     monkeypatch.setattr(engine.model, "forward", fail)
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,8 @@
         print(event.text, end="", flush=True)
 
 It is also the model of how to use the rest of the package: whoever writes a loop of their own begins by
-reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+reading `engine.py`, `flight.py` for one step of it, and `hf_model.py` for how a model comes to write and
+read the cache.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ except ImportError as error:  # pragma: no cover
 from .engine import Engine
 from .errors import RequestRefused, UnsupportedModel
 from .figures import Distribution, EngineStats, RequestFigures
+from .prompt_lookup import PromptLookup
 from .reference import Comparison, compare_with_generate
 from .request import Answer, Event, FinishReason, Request
 from .sampling import SamplingParams
+from .speculation import Drafter
 
 __all__ = [
     "Answer",
     "Comparison",
     "Distribution",
+    "Drafter",
     "Engine",
     "EngineStats",
     "Event",
     "FinishReason",
+    "PromptLookup",
     "Request",
     "RequestFigures",
     "RequestRefused",
