@@ -30,10 +30,12 @@ class Drafter(Protocol):
 def propose(drafter: Drafter, work: Work, *, room: int, vocabulary_size: int) -> list[int]:
     """Drafts for a row, at most `room`, and fewer than the tokens that its answer may still get.
 
-    None for who has more to compute than the last token, and for a prompt that is to be forked.
+    None for who has more to compute than the last token, and for a prompt that is to be forked. None in the
+    first plan after an admission, which looks again for what is cached and computes one token at least: with
+    drafts behind it the last known token could be found, and then nobody would compute its logits.
     """
     limit = min(room, work.num_to_come - 1)
-    if limit < 1 or work.to_fork or work.sequence.num_pending != 1:
+    if limit < 1 or work.to_fork or not work.cache_was_asked or work.sequence.num_pending != 1:
         return []
     proposed = drafter.propose(work.sequence.token_ids, limit)
     return token_ids("drafts", proposed, vocabulary_size)[:limit]
