@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import tiny_models
 from kvfolio.serving import Engine, Request, compare_with_generate
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 
@@ -48,3 +52,30 @@ class Letters:
         if self.fails_at == 0:
             raise self.error("letters")
         return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+class Oracle:
+    """A drafter that knows the texts; `lies` says at which place of a proposal it errs, by their length."""
+
+    def __init__(
+        self,
+        texts: Iterable[Sequence[int]],
+        num_draft_tokens: int = 4,
+        lies: Callable[[int], int | None] = lambda _length: None,
+    ) -> None:
+        self.texts = [list(text) for text in texts]
+        self.num_draft_tokens = num_draft_tokens
+        self.lies = lies
+        self.limits: list[int] = []
+
+    def propose(self, token_ids: NDArray[np.int32], limit: int) -> list[int]:
+        self.limits.append(limit)
+        length, known = len(token_ids), token_ids.tolist()
+        for text in self.texts:
+            if text[:length] == known:
+                drafts = text[length : length + min(limit, self.num_draft_tokens)]
+                lie = self.lies(length)
+                if lie is not None and lie < len(drafts):
+                    drafts[lie] = (drafts[lie] + 1) % tiny_models.VOCABULARY
+                return drafts
+        return []
