@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_who_is_cancelled_in_flight_keeps_its_blocks_quarantined_until_the_step_
     assert tokens_of(requests[0]) == [expected_answer(model, random_prompt(9, seed=0), 9)]
 
 
+def test_a_piece_of_a_prompt_that_was_cancelled_is_wasted_whole(model: PreTrainedModel) -> None:
+    engine = make_engine(model, max_tokens_per_step=8, run_ahead=1)
+    request = engine.submit(random_prompt(20, seed=1), SamplingParams(max_tokens=2))
+    engine.step()
+    request.cancel()
+    run(engine)
+    assert (engine.stats().wasted_slots, engine.stats().computed_tokens) == (8, 8)
+
+
 def test_cancelling_everything_leaves_the_step_in_flight_to_be_ended(model: PreTrainedModel) -> None:
     engine = make_engine(model, run_ahead=1)
     request = engine.submit([1, 2, 3], SamplingParams(max_tokens=9))
@@ -264,6 +274,37 @@ def test_a_failing_step_voids_those_behind_it_and_ends_the_culprit_only(
     assert tokens_of(requests[2]) == [expected[2][: place + 1]]
     assert [tokens_of(requests[i])[0] for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
     assert engine.stats().failed_steps == 3
+
+
+def test_no_plan_is_rolled_back_while_its_step_computes(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of a prompt does not need the step before, and begins although that one failed."""
+    engine = make_engine(model, max_tokens_per_step=8, run_ahead=2)
+    forward, plans, ends, began = engine.model.forward, [], [], threading.Event()
+
+    def compute(plan: Any, cache: Any, **options: Any) -> Any:
+        plans.append(plan)
+        if len(plans) == 1:
+            assert began.wait(PATIENCE)
+            raise RuntimeError("once")
+        logits = forward(plan, cache, **options)
+        if len(plans) == 2:
+            time.sleep(0.2)
+        ends.append(plan.is_rolled_back)
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", compute)
+    request = engine.submit(random_prompt(30, seed=1), SamplingParams(max_tokens=2))
+    other = engine.submit(random_prompt(30, seed=2), SamplingParams(max_tokens=2))
+    engine.step()
+    engine.step()
+    began.set()
+    time.sleep(0.05)  # so that the second begins
+    run(engine)
+    assert not any(ends)
+    assert isinstance(request.error, RuntimeError), "it was alone in the step that failed"
+    assert tokens_of(other) == [expected_answer(model, random_prompt(30, seed=2), 2)]
 
 
 def test_a_request_that_was_cancelled_is_not_blamed_for_the_step(

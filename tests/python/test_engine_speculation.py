@@ -96,6 +96,20 @@ def test_samples_that_share_a_block_write_their_drafts_into_copies(model: PreTra
     assert engine.stats().steps < plain.stats().steps
 
 
+def test_no_draft_is_put_behind_a_prompt_that_is_to_be_forked(model: PreTrainedModel) -> None:
+    """Of 9 tokens, 8 in the first step: one is left, as if it decoded."""
+    params = SamplingParams(max_tokens=6, temperature=1.2, seed=7, n=3)
+    plain = make_engine(model)
+    wanted = plain.submit(PROMPT[:9], params)
+    run(plain)
+    texts = [PROMPT[:9] + answer for answer in tokens_of(wanted)]
+    engine = make_engine(model, max_tokens_per_step=8, speculation=Oracle(texts))
+    family = engine.submit(PROMPT[:9], params)
+    run(engine)
+    assert tokens_of(family) == tokens_of(wanted)
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_prompt_lookup_finds_what_an_answer_repeats(model: PreTrainedModel) -> None:
     """A prompt that holds the answer already, as a text that is to be corrected would."""
     prompt = random_prompt(3, seed=3)
@@ -264,6 +278,28 @@ def test_an_interrupt_in_the_drafter_leaves_no_draft_behind(
     assert [
         prompt + tokens_of(request)[0] for prompt, request in zip((PROMPT, other), requests, strict=True)
     ] == texts
+
+
+def test_an_interrupt_before_the_plan_leaves_no_draft_behind(
+    model: PreTrainedModel, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model, speculation=Oracle([PROMPT + expected], lies=lambda _length: 0))
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=24))
+    fly, calls = engine._fly, [0]
+
+    def interrupt(plan: Any, drafts: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 4:
+            assert drafts
+            plan.rollback()
+            raise KeyboardInterrupt
+        fly(plan, drafts)
+
+    monkeypatch.setattr(engine, "_fly", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    assert tokens_of(request) == [expected]
 
 
 @pytest.fixture

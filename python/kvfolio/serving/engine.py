@@ -382,26 +382,27 @@ class Engine:
                     self._batch.extend([owner.row], token_ids)
 
     def _abort(self, failed: Flight, error: BaseException) -> None:
-        """Roll all flights back, and try the rows of the one that failed again, in halves."""
+        """Roll all flights back; of the one that failed, try the rows again in halves."""
         for flight in self._flights:
             flight.call_off()
         while self._flights:
-            self._flights[0].plan.rollback()
-            self._flights.popleft()
+            self._flights.popleft().plan.rollback()
         for work in self._schedule.running:
             work.cut_to_known()
         if not isinstance(error, Exception):
             raise error
         self._meter.failed_steps += 1
         rows = list(failed.counts.items())
-        half = (
-            0 if failed.num_drafts else len(rows) // 2
-        )  # without drafts, if there were any: they may be why
-        if len(rows) == 1 and not failed.num_drafts:
+        half = len(rows) // 2
+        if failed.num_drafts:
+            parts = [rows]  # without drafts, which may have been why
+        elif half:
+            parts = [rows[:half], rows[half:]]
+        else:
+            parts = []
             if rows[0][0].answer in self._schedule:
                 self._fail(rows[0][0].answer, error)
-            return
-        for part in (rows[:half], rows[half:]):
+        for part in parts:
             alive = [(work.row, count) for work, count in part if work.answer in self._schedule]
             if alive:  # others have ended, perhaps with a sample of the same request
                 numbers, counts = map(list, zip(*alive, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -131,9 +132,10 @@ class Flight:
             for work, draw in self.draws.items()
         }
         counts = [count - rejected.get(work, 0) for work, count in self.counts.items()]
-        self.plan.commit(counts if self.num_drafts else None)
+        with suppress(kv.StaleHandle):  # an interrupt came right behind the commit
+            self.plan.commit(counts if self.num_drafts else None)
         self.num_accepted_drafts = self.num_drafts - sum(rejected.values())
-        self.untaken.extend(
+        self.untaken = deque(
             (answer, token_id) for answer, drawn in self.drawn.items() for token_id in drawn.token_ids
         )
         self.has_committed = True
