@@ -234,6 +234,7 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(model: PreTra
     again = engine.submit(prompt, SamplingParams(max_tokens=6))
     run(engine)
     assert again.figures.cached_tokens == len(prompt) - 1
+    assert engine.stats().failed_steps == 0
     assert tokens_of(again) == [tokens_of(first)[0][6:]]
 
 
