@@ -65,6 +65,8 @@ pub(super) struct Choice {
     pub(super) never_fit: Vec<i32>,
     /// Whether every row's share alone would fit the pool.
     pub(super) ever_fits: bool,
+    /// Stands for the rows, if they are all that there are, in admission order.
+    pub(super) roster: Option<u64>,
     /// Steps that are not of a lane.
     num_states: usize,
     candidates: Vec<Candidate>,
@@ -85,6 +87,7 @@ impl Choice {
         self.extent = Extent::default();
         self.needed = 0;
         self.needed_by_lanes = 0;
+        self.roster = None;
         self.num_states = 0;
         self.skipped.clear();
         self.never_fit.clear();
@@ -193,6 +196,7 @@ impl BatchState {
         if fits && count <= request.max_tokens.unwrap_or(usize::MAX) {
             (choice.needed, choice.needed_by_lanes) = (needed, needed);
             choice.extent = Extent { num_rows: count, num_tokens: count, width };
+            choice.roster = (count == self.rows.in_order().len()).then(|| self.rows.roster());
             return true;
         }
         false

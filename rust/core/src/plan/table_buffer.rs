@@ -10,7 +10,7 @@ use crate::{
 /// What a copy has seen of a table: with the same stamp, only blocks beyond `len` are news.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Seen {
-    stamp: u64,
+    pub(crate) stamp: u64,
     pub(crate) len: u32,
 }
 
