@@ -172,9 +172,8 @@ fn short_block_key(parent: &Key, tokens: &[i32]) -> Key {
 }
 
 /// Of SHA-256: FIPS 180-4, 5.3.3.
-const INITIAL_STATE: [u32; 8] = [
-    0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19,
-];
+const INITIAL_STATE: [u32; 8] =
+    [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
 
 const TOKENS_AT_ONCE: usize = 16;
 

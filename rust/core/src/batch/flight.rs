@@ -120,7 +120,7 @@ impl BatchState {
         let id = self.rows.flights.begin();
         self.pool.shared().account_table_references(choice.needed_by_lanes);
         let mut recycler = std::mem::take(&mut self.recycler);
-        let arrays = recycler.write(choice.extent, self.pool.block_size(), out, |arrays| {
+        let arrays = recycler.write(choice.extent, choice.roster, self.pool.block_size(), out, |arrays| {
             let mut fresh = taken.fresh.iter().copied();
             let mut openings = taken.openings.iter().copied();
             let mut at = Cursor::default();
@@ -132,7 +132,7 @@ impl BatchState {
                     lists.to_commit.push(lists.steps.len() as u32);
                     lists.steps.push(self.step_state(row as usize, &new, &mut fresh, arrays, &mut at));
                 } else {
-                    self.step_lanes(run, choice.roster, id, &mut fresh, arrays, &mut at, &mut lists);
+                    self.step_lanes(run, id, &mut fresh, arrays, &mut at, &mut lists);
                 }
             }
             debug_assert_eq!(fresh.len(), 0);
@@ -149,7 +149,6 @@ impl BatchState {
     fn step_lanes(
         &mut self,
         run: &[Chosen],
-        roster: Option<u64>,
         id: PlanId,
         fresh: &mut impl Iterator<Item = BlockId>,
         arrays: &mut PlanArrays,
@@ -161,15 +160,15 @@ impl BatchState {
         let (first, first_step) = (*at, lists.steps.len());
         let (changed, to_commit) = (&mut self.changed, &mut lists.to_commit);
         changed.clear();
-        let places = arrays.token_rows(first, run.iter().map(|chosen| chosen.row), roster);
+        let places = arrays.token_rows(first, run.iter().map(|chosen| chosen.row));
         lists.steps.extend(run.iter().zip(places).enumerate().map(|(index, (chosen, place))| {
             let lane = &mut lanes[chosen.row as usize];
-            if lane.open_block().is_none()
+            if lane.open_block(block_size).is_none()
                 && let Some(block) = fresh.next()
                 && let Some(occupied) = &mut occupied[chosen.row as usize]
             {
                 occupied.state.table.push_accounted(block);
-                lane.begin_block(block, block_size);
+                lane.begin_block(block);
             }
             let step = lane.step(id.number, block_size);
             let (stop, page_len) = (step.position + 1, step.offset + 1);
@@ -189,9 +188,12 @@ impl BatchState {
         }));
         arrays.finish_token_rows(at, run.len());
         for &index in &*changed {
-            let row = run[index as usize].row as usize;
-            if let Some(occupied) = &occupied[row] {
-                arrays.set_table(first.behind(index as usize), row, &occupied.state.table, &mut self.told);
+            let (row, at) = (run[index as usize].row as usize, first.behind(index as usize));
+            let (seen, last_block) = lanes[row].seen();
+            if !arrays.append_block(at, row, seen, last_block, &mut self.told)
+                && let Some(occupied) = &occupied[row]
+            {
+                arrays.set_table(at, row, &occupied.state.table, &mut self.told);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What a decode step touches of a row.
 //!
 //! A row that takes one token a step changes little: counters, and the tokens of its newest block. They lie
-//! in the row's *lane*, one cache line and those tokens, and the lanes of a batch lie side by side. While a lane is in use it
+//! in the row's *lane*, two cache lines, and the lanes of a batch lie side by side. While a lane is in use it
 //! runs ahead of the [`SequenceState`] beneath it, which a step then touches only where a block begins or is
 //! full. Whatever else is to be done with the sequence settles the lane first: what it ran ahead by is
 //! written into the state, which is then all there is to know.
@@ -75,7 +75,7 @@ pub(super) struct TokenStep {
 }
 
 #[derive(Default)]
-#[repr(align(64))]
+#[repr(C, align(128))]
 pub(super) struct Lane {
     /// The serial number of the sequence in the row, in use or not; 0 if there is none.
     pub(super) sequence: u64,
@@ -91,30 +91,21 @@ pub(super) struct Lane {
     num_tokens: u32,
     num_planned: u32,
     last_block: BlockId,
-    /// Slots behind the planned tokens in the last block.
-    room: u32,
     /// The last of the tokens.
     last_token: i32,
-    aside: Box<Aside>,
-}
-
-/// What a step does not read, most of whose time goes into waiting for what it reads.
-#[derive(Default)]
-struct Aside {
+    /// Tokens in `recent`.
+    num_recent: u32,
     /// `num_planned` when the lane came into use.
     entered_at: u32,
-    num_recent: u32,
     /// The last of the tokens; those before them are in the state.
-    recent: [i32; MOST_RECENT],
+    recent: Recent,
 }
 
-impl Aside {
-    fn recent(&mut self) -> &mut [i32] {
-        &mut self.recent[..self.num_recent as usize]
-    }
-}
-
-const _: () = assert!(size_of::<Lane>() == 64, "a step looks at one cache line a row");
+/// A cache line of its own, since a step does not read it, and most of its time goes into waiting for what it
+/// reads.
+#[derive(Default)]
+#[repr(align(64))]
+struct Recent([i32; MOST_RECENT]);
 
 impl Lane {
     /// Come into use, over a state all of whose tokens are planned.
@@ -123,9 +114,8 @@ impl Lane {
         self.newest = plan;
         (self.took, self.untold) = (0, 0);
         (self.num_tokens, self.num_planned) = (planned, planned);
-        (self.aside.entered_at, self.aside.num_recent) = (planned, 0);
+        (self.entered_at, self.num_recent) = (planned, 0);
         self.look_at(state);
-        self.room = self.num_blocks * state.table.block_size() as u32 - planned;
     }
 
     pub(super) fn in_use(&self) -> bool {
@@ -141,8 +131,13 @@ impl Lane {
     }
 
     /// The block that the next step writes into, unless it begins a new one.
-    pub(super) fn open_block(&self) -> Option<BlockId> {
-        (self.room > 0).then_some(self.last_block)
+    pub(super) fn open_block(&self, block_size: u32) -> Option<BlockId> {
+        (self.num_planned < self.num_blocks * block_size).then_some(self.last_block)
+    }
+
+    /// What there is to see of the table, and its last block.
+    pub(super) fn seen(&self) -> (Seen, BlockId) {
+        (Seen { stamp: self.stamp, len: self.num_blocks }, self.last_block)
     }
 
     pub(super) fn num_blocks(&self) -> usize {
@@ -171,9 +166,8 @@ impl Lane {
     }
 
     /// A block for the next steps, where the last one has no room.
-    pub(super) fn begin_block(&mut self, block: BlockId, block_size: u32) {
+    pub(super) fn begin_block(&mut self, block: BlockId) {
         self.last_block = block;
-        self.room = block_size;
         self.num_blocks += 1;
     }
 
@@ -189,11 +183,10 @@ impl Lane {
             token: self.last_token,
             position: self.num_planned,
             block: self.last_block,
-            offset: block_size - self.room,
-            seen: Seen { stamp: self.stamp, len: self.num_blocks },
+            offset: self.num_planned - (self.num_blocks - 1) * block_size,
+            seen: self.seen().0,
         };
         self.num_planned += 1;
-        self.room -= 1;
         stepped
     }
 
@@ -223,14 +216,14 @@ impl Lane {
 
     /// Whether the next token has to wait until recent ones have gone into the state.
     pub(super) fn is_full(&self) -> bool {
-        self.aside.num_recent as usize == MOST_RECENT
+        self.num_recent as usize == MOST_RECENT
     }
 
     /// Append a token to a lane that is not full.
     #[inline]
     pub(super) fn push(&mut self, token: i32) {
-        self.aside.recent[self.aside.num_recent as usize] = token;
-        self.aside.num_recent += 1;
+        self.recent.0[self.num_recent as usize] = token;
+        self.num_recent += 1;
         self.last_token = token;
         self.num_tokens += 1;
     }
@@ -238,7 +231,7 @@ impl Lane {
     /// Tell a token that is not known yet; false if there is none at `position`.
     pub(super) fn resolve(&mut self, position: usize, token: i32) -> bool {
         let num_tokens = self.num_tokens();
-        let recent = self.aside.recent();
+        let recent = &mut self.recent.0[..self.num_recent as usize];
         let index = position.checked_sub(num_tokens - recent.len());
         let Some(place) = index.and_then(|index| recent.get_mut(index)) else { return false };
         if *place != UNKNOWN_TOKEN {
@@ -254,13 +247,13 @@ impl Lane {
     /// Move the tokens before `stop` into the state; false if one of them is unknown, and nothing is moved.
     pub(super) fn flush(&mut self, state: &mut SequenceState, stop: usize) -> bool {
         let num_tokens = self.num_tokens();
-        let recent = self.aside.recent();
+        let recent = &mut self.recent.0[..self.num_recent as usize];
         let count = stop.saturating_sub(num_tokens - recent.len());
         let known = !recent[..count].contains(&UNKNOWN_TOKEN);
         if known {
             state.push_all_known(&recent[..count]);
             recent.copy_within(count.., 0);
-            self.aside.num_recent -= count as u32;
+            self.num_recent -= count as u32;
         }
         known
     }
@@ -283,8 +276,8 @@ impl Lane {
         if newest == NOT_IN_USE {
             return false;
         }
-        state.push_all(self.aside.recent());
-        let num_steps = self.num_planned - self.aside.entered_at;
+        state.push_all(&self.recent.0[..self.num_recent as usize]);
+        let num_steps = self.num_planned - self.entered_at;
         if num_steps == 0 {
             return false;
         }

@@ -38,8 +38,11 @@ pub struct PlanArrays {
     block_size: usize,
     max_query_len: usize,
     max_seq_len: usize,
-    /// See `token_rows`; `None` if the rows are others.
+    /// Stands for the rows, if they are of one token each: with the same one they are the same, in the same
+    /// order.
     roster: Option<u64>,
+    /// What follows from the roster is there from the plan before.
+    has_rows: bool,
     csr: OnceLock<Csr>,
 }
 
@@ -162,7 +165,7 @@ impl PlanArrays {
     }
 
     /// Begin anew. What is there is written over, so that arrays of the same size need no clearing.
-    fn start(&mut self, extent: Extent, block_size: usize) {
+    fn start(&mut self, extent: Extent, roster: Option<u64>, block_size: usize) {
         let Extent { num_rows, num_tokens, width } = extent;
         for numbers in [&mut self.rows, &mut self.seq_lens, &mut self.last_page_len, &mut self.logits_rows] {
             numbers.resize(num_rows, 0);
@@ -178,6 +181,8 @@ impl PlanArrays {
         self.never_fit.clear();
         (self.num_logits, self.width, self.block_size) = (0, width, block_size);
         (self.max_query_len, self.max_seq_len) = (0, 0);
+        self.has_rows = roster.is_some() && roster == self.roster;
+        self.roster = roster;
         self.csr = OnceLock::new();
     }
 
@@ -186,19 +191,17 @@ impl PlanArrays {
         self.logits_indices.truncate(self.num_logits);
     }
 
-    /// The places of some rows of one token each, which all sample. `roster` stands for these rows if they are
-    /// all of the plan: with the same one they are the same, in the same order.
+    /// The places of some rows of one token each, which all sample.
     pub(crate) fn token_rows(
         &mut self,
         at: Cursor,
         rows: impl ExactSizeIterator<Item = u32>,
-        roster: Option<u64>,
     ) -> impl Iterator<Item = TokenPlace<'_>> {
         let Cursor { index, token } = at;
         let (count, logits) = (rows.len(), self.num_logits);
         self.num_logits += count;
         self.max_query_len = self.max_query_len.max(usize::from(count > 0));
-        if roster.is_none() || roster != self.roster {
+        if !self.has_rows {
             let places = self.rows[index..][..count].iter_mut().zip(&mut self.logits_rows[logits..][..count]);
             let tokens = self.query_start_loc[index + 1..].iter_mut().zip(&mut self.logits_indices[logits..]);
             for (n, ((row, places), (query_end, logits_index))) in rows.zip(places).zip(tokens).enumerate() {
@@ -206,7 +209,6 @@ impl PlanArrays {
                 (*query_end, *logits_index) = ((token + n + 1) as i32, (token + n) as i64);
             }
         }
-        self.roster = roster;
         let seen = self.block_table.seen_from(index, count);
         let lengths = self.seq_lens[index..].iter_mut().zip(&mut self.last_page_len[index..]);
         let tokens = self.token_ids[token..].iter_mut().zip(&mut self.slot_mapping[token..]);
@@ -266,7 +268,6 @@ impl PlanArrays {
     ) {
         let Cursor { index, token } = *at;
         *at = Cursor { index: index + 1, token: token + num_tokens };
-        self.roster = None;
         self.rows[index] = row as i32;
         self.query_start_loc[index + 1] = at.token as i32;
         self.seq_lens[index] = seq_len as i32;
@@ -284,6 +285,19 @@ impl PlanArrays {
     pub(crate) fn set_table(&mut self, at: Cursor, row: usize, table: &Table, told: &mut ToldTables) {
         self.block_table.set_row(at.index, table);
         told.tell(row, table, &mut self.table_updates);
+    }
+
+    /// The same for a table of which only `block`, the last one, is news, if at all; false if there is more.
+    pub(crate) fn append_block(
+        &mut self,
+        at: Cursor,
+        row: usize,
+        seen: Seen,
+        block: BlockId,
+        told: &mut ToldTables,
+    ) -> bool {
+        told.tell_last(row, seen, block, &mut self.table_updates)
+            && self.block_table.append_to_row(at.index, seen, block)
     }
 
     pub(crate) fn push_copy(&mut self, (source, target): (BlockId, BlockId)) {
@@ -305,6 +319,7 @@ impl Recycler {
     pub(crate) fn write(
         &mut self,
         extent: Extent,
+        roster: Option<u64>,
         block_size: usize,
         out: Option<&mut OutTable>,
         fill: impl FnOnce(&mut PlanArrays),
@@ -312,7 +327,7 @@ impl Recycler {
         let unused = self.kept.iter_mut().position(|arrays| Arc::get_mut(arrays).is_some());
         let mut arrays = unused.map_or_else(Arc::default, |index| self.kept.swap_remove(index));
         if let Some(arrays) = Arc::get_mut(&mut arrays) {
-            arrays.start(extent, block_size);
+            arrays.start(extent, roster, block_size);
             arrays.has_lent_table = out.is_some();
             if let Some(out) = out {
                 std::mem::swap(&mut arrays.block_table, &mut out.buffer);

@@ -396,7 +396,8 @@ impl SequenceState {
 
     /// The blocks to be published next that are described, and where they will be looked for.
     pub(crate) fn unpublished(&self) -> impl Iterator<Item = Described> {
-        let blocks = self.history.chain.keys().iter().zip(self.table.blocks()).skip(self.history.num_published);
+        let blocks =
+            self.history.chain.keys().iter().zip(self.table.blocks()).skip(self.history.num_published);
         blocks.map(|(key, block)| self.shared().described(*block, key))
     }
 }
