@@ -238,7 +238,7 @@ class Engine:
         self._extend_ahead()
         self._make_room()
         drafts = self._draft()
-        rows = self._rows(drafts)
+        rows = self._rows()
         if rows:
             self._fly(self._batch.plan(self.max_tokens_per_step, rows=rows), drafts)
         if self._flights and (not rows or len(self._flights) > self.run_ahead):
@@ -249,7 +249,7 @@ class Engine:
 
     def _resume(self) -> None:
         """Bring to its end what an interrupt left undone."""
-        while self._flights and (self._flights[0].has_committed or len(self._flights) > self.run_ahead):
+        while len(self._flights) > self.run_ahead:
             self._land()
         if not self._flights:
             for work in self._schedule.running:
@@ -302,7 +302,7 @@ class Engine:
         drafts = {work: own for work, own in drafts.items() if work.answer in self._schedule}
         for work, own in drafts.items():
             work.sequence.extend(own)
-        while drafts and self._batch.shortfall(self.max_tokens_per_step, rows=self._rows(drafts)):
+        while drafts and self._batch.shortfall(self.max_tokens_per_step, rows=self._rows()):
             work, _ = drafts.popitem()
             work.cut_to_known()
         return drafts
@@ -314,19 +314,16 @@ class Engine:
             self._fail(work.answer, error)
             return []
 
-    def _rows(self, drafts: Mapping[Work, list[int]] | None = None) -> list[int]:
+    def _rows(self) -> list[int]:
         """Who has tokens to plan, in the order in which they share the step's.
 
-        Who decodes goes first, with the drafts behind its token, so that no prompt stops it.
+        Who decodes goes first, so that no prompt stops it; where there are drafts, there is room for all.
         """
-        decoding: list[int] = []
-        prompts: list[int] = []
-        for work in self._schedule.running:
-            count = work.sequence.num_pending - self._num_in_flight(work)
-            if count:
-                is_decoding = count == 1 + len((drafts or {}).get(work, ()))
-                (decoding if is_decoding else prompts).append(work.row)
-        return decoding + prompts
+        works = [
+            (work.sequence.num_pending - self._num_in_flight(work), work) for work in self._schedule.running
+        ]
+        decoding = [work.row for count, work in works if count == 1]
+        return decoding + [work.row for count, work in works if count > 1]
 
     def _num_in_flight(self, work: Work) -> int:
         return sum(flight.counts.get(work, 0) for flight in self._flights if not flight.has_committed)
