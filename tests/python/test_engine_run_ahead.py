@@ -65,9 +65,9 @@ def test_a_step_is_planned_while_the_one_before_computes(
 
     fly = engine._fly
 
-    def note_plan(plan: Any, drafts: Any) -> None:
-        fly(plan, drafts)
-        if len(plans) >= 3 and plan.token_ids.tolist() == [-1]:
+    def note_plan(*arguments: Any, **request: Any) -> None:
+        fly(*arguments, **request)
+        if len(plans) >= 3 and engine._flights[-1].plan.token_ids.tolist() == [-1]:
             happened["planned"].set()
 
     monkeypatch.setattr(engine.model, "forward", compute)
@@ -150,9 +150,9 @@ def test_a_prompt_waits_for_its_own_step_before_it_is_forked(
     engine = make_engine(model, run_ahead=1)
     fly, rows = engine._fly, []
 
-    def note_plan(plan: Any, drafts: Any) -> None:
-        rows.append(sorted(plan.rows.tolist()))
-        fly(plan, drafts)
+    def note_plan(*arguments: Any, **request: Any) -> None:
+        fly(*arguments, **request)
+        rows.append(sorted(engine._flights[-1].plan.rows.tolist()))
 
     monkeypatch.setattr(engine, "_fly", note_plan)
     family = engine.submit(
@@ -359,6 +359,36 @@ def test_an_interrupt_while_waiting_for_the_model_loses_nothing(
     run(plain)
     assert [tokens_of(r) for r in (request, family)] == [tokens_of(r) for r in again]
     assert engine.stats().computed_tokens == plain.stats().computed_tokens, "nothing was computed twice"
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_an_interrupt_at_a_launch_loses_no_plan(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, run_ahead: int, place: str
+) -> None:
+    """A plan that is made and in no queue would still have its tokens in the batch."""
+    launch, calls = flight_module.Flight.launch, [0]
+
+    def interrupt(*arguments: Any) -> None:
+        calls[0] += 1
+        if place == "behind":
+            launch(*arguments)
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        if place == "before":
+            launch(*arguments)
+
+    monkeypatch.setattr(flight_module.Flight, "launch", interrupt)
+    engine = make_engine(model, run_ahead=run_ahead)
+    requests = [engine.submit([1, 2, 3 + i], SamplingParams(max_tokens=9)) for i in range(2)]
+    with pytest.raises(KeyboardInterrupt) as kept:  # so are the frames, and the plan in them
+        run(engine)
+    run(engine)
+    assert [tokens_of(request)[0] for request in requests] == [
+        expected_answer(model, [1, 2, 3 + i], 9) for i in range(2)
+    ]
+    assert all(request.error is None for request in requests)
+    del kept
 
 
 @pytest.mark.parametrize("call", range(1, 14, 2))

@@ -288,13 +288,12 @@ def test_an_interrupt_before_the_plan_leaves_no_draft_behind(
     request = engine.submit(PROMPT, SamplingParams(max_tokens=24))
     fly, calls = engine._fly, [0]
 
-    def interrupt(plan: Any, drafts: Any) -> None:
+    def interrupt(drafts: Any, **request: Any) -> None:
         calls[0] += 1
         if calls[0] == 4:
             assert drafts
-            plan.rollback()
             raise KeyboardInterrupt
-        fly(plan, drafts)
+        fly(drafts, **request)
 
     monkeypatch.setattr(engine, "_fly", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -23,9 +23,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from transformers import PreTrainedModel
 
@@ -101,6 +101,7 @@ class Engine:
         self._flights: deque[Flight] = deque()  # oldest first; they land in this order
         # Its thread ends with the engine.
         self._executor: Executor = ThreadPoolExecutor(1, "kvfolio-step") if self.run_ahead else InThisThread()
+        self._must_roll_back = False  # a launch or a rollback was interrupted
         self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
         reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
@@ -240,7 +241,7 @@ class Engine:
         drafts = self._draft()
         rows = self._rows()
         if rows:
-            self._fly(self._batch.plan(self.max_tokens_per_step, rows=rows), drafts)
+            self._fly(drafts, max_tokens=self.max_tokens_per_step, rows=rows)
         if self._flights and (not rows or len(self._flights) > self.run_ahead):
             self._land()
         events = self._deliver()
@@ -249,6 +250,10 @@ class Engine:
 
     def _resume(self) -> None:
         """Bring to its end what an interrupt left undone."""
+        if self._flights and self._flights[0].has_committed:
+            self._land()
+        if self._must_roll_back:
+            self._roll_back()
         while len(self._flights) > self.run_ahead:
             self._land()
         if not self._flights:
@@ -328,11 +333,19 @@ class Engine:
     def _num_in_flight(self, work: Work) -> int:
         return sum(flight.counts.get(work, 0) for flight in self._flights if not flight.has_committed)
 
-    def _fly(self, plan: kv.Plan, drafts: Mapping[Work, list[int]]) -> None:
-        works = {work.row: work for work in self._schedule.running}
-        flight = Flight(plan, works, drafts=drafts, earlier=self._flights)
-        flight.launch(self._executor, self.model, self.cache)
-        self._flights.append(flight)
+    def _fly(self, drafts: Mapping[Work, list[int]], **request: Any) -> None:
+        """Plan and launch a step. If it is interrupted, `_resume` rolls it back, with those before it."""
+        self._must_roll_back, plan = True, None
+        try:
+            plan = self._batch.plan(**request)
+            works = {work.row: work for work in self._schedule.running}
+            self._flights.append(Flight(plan, works, drafts=drafts, earlier=self._flights))
+            self._flights[-1].launch(self._executor, self.model, self.cache)
+        except BaseException as error:
+            if plan is not None and not (self._flights and self._flights[-1].plan is plan):
+                plan.__exit__(type(error), error, None)  # it is rolled back when its turn comes
+            raise
+        self._must_roll_back = False
 
     def _land(self) -> None:
         """End the oldest flight, which then has left the queue; an interrupt on the way loses no token."""
@@ -380,12 +393,7 @@ class Engine:
 
     def _abort(self, failed: Flight, error: BaseException) -> None:
         """Roll all flights back; of the one that failed, try the rows again in halves."""
-        for flight in self._flights:
-            flight.call_off()
-        while self._flights:
-            self._flights.popleft().plan.rollback()
-        for work in self._schedule.running:
-            work.cut_to_known()
+        self._roll_back()
         if not isinstance(error, Exception):
             raise error
         self._meter.failed_steps += 1
@@ -403,8 +411,20 @@ class Engine:
             alive = [(work.row, count) for work, count in part if work.answer in self._schedule]
             if alive:  # others have ended, perhaps with a sample of the same request
                 numbers, counts = map(list, zip(*alive, strict=True))
-                self._fly(self._batch.plan(rows=numbers, num_tokens=counts), {})
+                self._fly({}, rows=numbers, num_tokens=counts)
                 self._land()
+
+    def _roll_back(self) -> None:
+        """All flights; of their rows, the known tokens remain."""
+        self._must_roll_back = True
+        for flight in self._flights:
+            flight.call_off()
+        wait([self._executor.submit(int)])  # whatever was launched, it has ended now
+        while self._flights:
+            self._flights.popleft().plan.rollback()
+        for work in self._schedule.running:
+            work.cut_to_known()
+        self._must_roll_back = False
 
     def _take_token(self, answer: Answer, token_id: int) -> None:
         try:

@@ -170,7 +170,9 @@ class InThisThread(Executor):
         """Its outcome, which may be that it was interrupted."""
         future: Future[T] = Future()
         try:
-            future.set_result(fn(*args, **kwargs))
+            result = fn(*args, **kwargs)
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
         return future
