@@ -78,6 +78,7 @@ def test_a_wrong_draft_is_cut_with_all_behind_it_and_holds_no_block(
         engine.pool.audit()
     assert tokens_of(request) == [expected]
     assert engine.stats().steps == 1 + -(-23 // (lie + 1))
+    assert engine.stats().accepted_tokens == 24 - engine.stats().steps < engine.stats().drafted_tokens
     assert engine.pool.match(PROMPT + expected) == (10 + 23) // block_size * block_size
     assert_nothing_held(engine)
 

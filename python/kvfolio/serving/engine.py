@@ -360,9 +360,12 @@ class Engine:
             self._settle(flight)
             flight.has_settled = True
         while flight.untaken:
-            answer, token_id = flight.untaken[0]
+            answer, place, token_id = flight.untaken[0]
             if answer in self._schedule:  # else it has ended
-                self._take_token(answer, token_id)
+                if len(answer.token_ids) == place:
+                    self._take_token(answer, token_id)
+                elif answer.is_finished:  # an interrupt came between its last token and its end
+                    self._let_go(answer)
             flight.untaken.popleft()
         self._flights.popleft()
 

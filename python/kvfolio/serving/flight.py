@@ -81,7 +81,8 @@ class Flight:
                 work.answer, list(work.to_fork), work.generator, own, last - len(own), source
             )
         self.drawn: dict[Answer, Drawn] = {}
-        self.untaken: deque[tuple[Answer, int]] = deque()  # of what was drawn, once that is committed
+        # Of what was drawn, once that is committed: whose, where in the answer, which token.
+        self.untaken: deque[tuple[Answer, int, int]] = deque()
         self.num_accepted_drafts = 0
         self.has_committed = self.has_settled = False
         self._job: Future[None] | None = None
@@ -136,7 +137,9 @@ class Flight:
             self.plan.commit(counts if self.num_drafts else None)
         self.num_accepted_drafts = self.num_drafts - sum(rejected.values())
         self.untaken = deque(
-            (answer, token_id) for answer, drawn in self.drawn.items() for token_id in drawn.token_ids
+            (answer, place, token_id)
+            for answer, drawn in self.drawn.items()
+            for place, token_id in enumerate(drawn.token_ids, len(answer.token_ids))
         )
         self.has_committed = True
 
