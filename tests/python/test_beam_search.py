@@ -16,7 +16,9 @@ import tiny_models
 import torch
 from kvfolio.serving import BeamSearchResult, Engine, RequestRefused, SamplingParams, beam_search
 from kvfolio.serving.hf_model import PagedModel
+from kvfolio.serving.hypotheses import Beam, BeamParams, Hypotheses
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 MAX_TOKENS = 14
 PROMPTS = [tiny_models.random_prompt(length, seed=length) for length in (13, 5, 22)]
@@ -122,6 +124,43 @@ def test_answers_are_those_of_generate_where_ends_are_likely(early_stopping: Any
                 **how,
             )
             assert_equal(result, expected)
+
+
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+def test_a_prompt_is_done_when_transformers_takes_it_for_hopeless(early_stopping: Any) -> None:
+    """Its own rule, asked about the same scores: for rare cases, such as a negative penalty with "never"."""
+    random = np.random.default_rng(11)
+    outcomes: Counter[bool] = Counter()
+    for _ in range(400):
+        num_beams, num_tokens = int(random.integers(2, 5)), int(random.integers(1, 20))
+        penalty = float(random.choice([-1.0, -0.3, 0.0, 0.7, 2.0]))
+        params = BeamParams(
+            num_beams=num_beams,
+            max_tokens=20,
+            length_penalty=penalty,
+            early_stopping=early_stopping,
+            eos_token_ids=frozenset([3]),
+        )
+        totals = -np.sort(random.uniform(0.1, 30, num_beams))
+        scores = [-float(score) for score in np.sort(random.uniform(0.1, 60, num_beams))]
+        hypotheses = Hypotheses(params)
+        hypotheses.running = [Beam([], 0.0, float(total)) for total in totals[::-1]]
+        hypotheses.ended = [Beam([], score, 0.0) for score in scores]
+        hypotheses._num_tokens = num_tokens
+        hopeful = GenerationMixin._check_early_stop_heuristic(
+            is_early_stop_heuristic_unsatisfied=torch.ones((1, 1), dtype=torch.bool),
+            running_beam_scores=torch.tensor([[beam.log_probability for beam in hypotheses.running]]),
+            beam_scores=torch.tensor([scores]),
+            is_sent_finished=torch.ones((1, num_beams), dtype=torch.bool),
+            cur_len=50 + num_tokens,
+            max_length=50 + 20,
+            decoder_prompt_len=50,
+            early_stopping=early_stopping,
+            length_penalty=penalty,
+        )
+        assert hypotheses._is_settled() == (not bool(hopeful))
+        outcomes[bool(hopeful)] += 1
+    assert min(outcomes[True], outcomes[False]) > 50
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
