@@ -14,7 +14,7 @@ Handle = tuple[int, kv.Sequence]
 
 
 class Kvfolio(Peer):
-    name = "kvfolio"
+    name = package = "kvfolio"
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int, max_tokens: int) -> None:
         super().__init__(num_blocks, block_size, max_sequences, max_tokens)

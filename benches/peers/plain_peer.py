@@ -11,7 +11,7 @@ from .protocol import TOKEN, Peer
 
 
 class PlainPython(Peer):
-    name = "plain Python"
+    name, package = "plain Python", ""
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int, max_tokens: int) -> None:
         super().__init__(num_blocks, block_size, max_sequences, max_tokens)

@@ -21,6 +21,7 @@ class Peer(ABC):
     """
 
     name: ClassVar[str]
+    package: ClassVar[str]  # whose version is told; empty: another peer tells it
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int, max_tokens: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -62,11 +62,15 @@ def measure(kinds: work.Peers, only: set[str], trace: Path | None) -> list[Row]:
         for count, rounds, steps in ((64, 7, 16), (256, 5, 16), (1024, 4, 8), (4096, 3, 4)):
             note(f"decode, {count} sequences")
             what = f"decode step, {count} sequences of ~1000 tokens"
-            rows.append(Row(what, work.decode(kinds, count, rounds, steps)))
+            steady, first = work.decode(kinds, count, rounds, steps)
+            rows.append(Row(what, steady))
+            if count == 1024:
+                rows.append(Row(f"the same, the first {work.WARM_UP} steps of those sequences", first))
     if "admission" in only:
         note("admission")
-        fresh, cached = work.admissions(kinds, 32_768, 5)
+        fresh, cached, lists = work.admissions(kinds, 32_768, 5)
         rows.append(Row("cached prompt of 32,768 tokens, to its first arrays", cached))
+        rows.append(Row("the same, as a Python list for all", lists))
         rows.append(Row("fresh prompt of 32,768 tokens, to its first arrays", fresh))
     if "forms" in only:
         note("forms")
@@ -135,7 +139,7 @@ def machine(kinds: work.Peers) -> str:
             line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
         ]
         model = names[0] if names else model
-    versions = [f"{kind.name} {kind.version()}" for kind in kinds if kind.name != "plain Python"]
+    versions = [f"{kind.package} {kind.version()}" for kind in kinds if kind.package]
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         f"{model}, {os.cpu_count()} CPUs, load {load}; Python {sys.version.split()[0]}, "

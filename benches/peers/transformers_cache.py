@@ -28,7 +28,7 @@ from .protocol import TOKEN, Peer
 
 
 class Transformers(Peer):
-    name = "transformers"
+    name = package = "transformers"
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int, max_tokens: int) -> None:
         super().__init__(num_blocks, block_size, max_sequences, max_tokens)

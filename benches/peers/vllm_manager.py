@@ -34,7 +34,7 @@ vllm.v1.utils.PIN_MEMORY = False  # a CUDA build without a device
 class Vllm(Peer):
     """With the default hash, SHA-256 of pickled tokens."""
 
-    name = "vLLM"
+    name = package = "vLLM"
     hash_function: ClassVar[Callable[[Any], bytes]] = sha256
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int, max_tokens: int) -> None:
@@ -166,5 +166,5 @@ class Vllm(Peer):
 class VllmXxhash(Vllm):
     """With the fastest of its hashes, which is not collision resistant."""
 
-    name = "vLLM, xxHash"
+    name, package = "vLLM (xxHash)", ""
     hash_function = xxhash

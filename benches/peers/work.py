@@ -25,7 +25,7 @@ from .protocol import Peer, check, prompt
 BLOCK_SIZE = 16
 LENGTH = 1000
 SCALE = 8  # of the trace
-WARM_UP = 20  # steps: each sequence fills a block, so that what grows has grown
+WARM_UP = 20  # steps: each sequence fills a block or two, so that what grows has grown
 Peers = list[type[Peer]]
 Figures = dict[str, float]  # by the peer's name
 
@@ -58,8 +58,8 @@ def able(kinds: Peers, method: str) -> Peers:
     return [kind for kind in kinds if getattr(kind, method) is not getattr(Peer, method)]
 
 
-def decode(kinds: Peers, num_sequences: int, rounds: int, steps_a_round: int) -> Figures:
-    """Microseconds a step of sequences of ~1000 tokens.
+def decode(kinds: Peers, num_sequences: int, rounds: int, steps_a_round: int) -> tuple[Figures, Figures]:
+    """Microseconds a step of sequences of ~1000 tokens; then the same of their first steps, once.
 
     As many are at each place in a block as at any other, so that every step fills as many blocks.
     """
@@ -79,8 +79,10 @@ def decode(kinds: Peers, num_sequences: int, rounds: int, steps_a_round: int) ->
             peer.step()
 
     times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    first = {}
     for peer in peers:
-        steps(peer, WARM_UP)
+        with undisturbed():
+            first[peer.name] = timed(partial(steps, peer, WARM_UP)) / WARM_UP
     for _ in range(rounds):
         for peer in peers:
             with undisturbed():
@@ -89,15 +91,19 @@ def decode(kinds: Peers, num_sequences: int, rounds: int, steps_a_round: int) ->
     computed = [LENGTH + i % BLOCK_SIZE + WARM_UP + steps_a_round * rounds for i in range(num_sequences)]
     for peer, admitted in zip(peers, handles, strict=True):
         check(peer, admitted, computed)
-    return medians(times)
+    return medians(times), first
 
 
-def admissions(kinds: Peers, length: int, rounds: int) -> tuple[Figures, Figures]:
-    """Microseconds from a prompt to its first step's arrays, published: fresh prompts, and cached ones."""
+def admissions(kinds: Peers, length: int, rounds: int) -> tuple[Figures, Figures, Figures]:
+    """Microseconds from a prompt to its first step's arrays, published.
+
+    Of fresh prompts, of cached ones, and of cached ones that everybody gets as a Python list.
+    """
     blocks = length // BLOCK_SIZE + 2
     peers = [kind((rounds + 3) * blocks, BLOCK_SIZE, 2, length + BLOCK_SIZE) for kind in kinds]
     fresh: dict[str, list[float]] = {peer.name: [] for peer in peers}
     cached: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    lists: dict[str, list[float]] = {peer.name: [] for peer in peers}
 
     def serve(peer: Peer, tokens: Any, expected: int) -> float:
         handles: list[Any] = []
@@ -122,7 +128,8 @@ def admissions(kinds: Peers, length: int, rounds: int) -> tuple[Figures, Figures
             own = peer.prompt(tokens)
             fresh[peer.name].append(serve(peer, own, 0))
             cached[peer.name].append(serve(peer, own, all_but_one))
-    return medians(fresh), medians(cached)
+            lists[peer.name].append(serve(peer, tokens.tolist(), all_but_one))
+    return medians(fresh), medians(cached), medians(lists)
 
 
 def admitted(

@@ -93,7 +93,7 @@ def test_a_trace_is_served_with_the_same_hits(trace: Path) -> None:
 
 def test_every_piece_of_work_runs_and_checks_itself() -> None:
     for figures in (
-        work.decode(KINDS, 3, 2, 2),
+        *work.decode(KINDS, 3, 2, 2),
         *work.admissions(KINDS, 100, 2),
         work.forks(KINDS, 1, 2),
         work.truncations(KINDS, 1, 2),
