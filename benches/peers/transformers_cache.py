@@ -110,7 +110,8 @@ class Transformers(Peer):
 
     def table_row(self, handle: RequestState) -> list[int]:
         """Of a decode step: cells are blocks times the stride of a page, which is 1 or 2 by the layout."""
-        row = self.inputs.block_table[0, self._last.index(handle)]
+        place = next(i for i, state in enumerate(self._last) if state is handle)  # == compares all tokens
+        row = self.inputs.block_table[0, place]
         stride = self.allocator.block_physical_stride // self.allocator.tokens_per_page
         return [cell // stride for cell in row[row >= 0].tolist()]
 
