@@ -110,7 +110,7 @@ def max_threads(value: Array) -> int | None:
 
 @cache
 def _use_threads_of_torch() -> None:
-    """Its OpenMP threads look out for work on all CPUs for a while after each call: ours would be in their way."""
+    """They look out for work on all CPUs for a while after each call: ours would be in their way."""
     if "backend: OpenMP" in sys.modules["torch"].__config__.parallel_info():
         with contextlib.suppress(AttributeError, OSError, TypeError):  # not there under this name
             _native.use_open_mp(open_mp_parallel())
