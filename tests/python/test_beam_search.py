@@ -142,9 +142,12 @@ def test_a_prompt_is_done_when_transformers_takes_it_for_hopeless(early_stopping
             eos_token_ids=frozenset([3]),
         )
         totals = -np.sort(random.uniform(0.1, 30, num_beams))
-        scores = [-float(score) for score in np.sort(random.uniform(0.1, 60, num_beams))]
+        scores = (-np.sort(random.uniform(0.1, 60, num_beams))).tolist()
+        if penalty == 0.0:  # no better than the worst, by numbers that float32 has
+            totals = np.round(totals)
+            scores = [*(max(score, totals[0]) for score in scores[1:]), float(totals[0])]
         hypotheses = Hypotheses(params)
-        hypotheses.running = [Beam([], 0.0, float(total)) for total in totals[::-1]]
+        hypotheses.running = [Beam([], 0.0, float(total)) for total in totals]
         hypotheses.ended = [Beam([], score, 0.0) for score in scores]
         hypotheses._num_tokens = num_tokens
         hopeful = GenerationMixin._check_early_stop_heuristic(
