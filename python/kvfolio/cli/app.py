@@ -83,3 +83,88 @@ def demo(
         verify=verify,
     )
     raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder with a config.json, such a file, or a hub id.")],
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE[,SIZE...]", help="What each rank's device has, as 80GiB; or one a stage."),
+    ] = None,
+    utilization: Annotated[float, typer.Option(help="The share of --memory that may be used.")] = 0.9,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE[,SIZE...]", help="What each rank has for the KV alone, instead of --memory."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Tokens of a sequence.")
+    ] = "1024,8192,32768",
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="float32|float16|bfloat16|float8_e4m3fn|float8_e5m2|int8", help="By default the model's."
+        ),
+    ] = None,
+    scales: Annotated[
+        str | None,
+        typer.Option(metavar="none|per-tensor|per-token-head", help="Of an 8-bit KV; by default per-tensor."),
+    ] = None,
+    alignment: Annotated[int, typer.Option(help="A block takes a multiple of so many bytes.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", help="Ranks a stage.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option("--pipeline-parallel", "--pp", help="Stages.")] = 1,
+    layers_per_stage: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="By default as equal as can be.")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the whole model; by default the files' size, else an estimate."
+        ),
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of a step, on each rank; by default an estimate.")
+    ] = None,
+    tokens_per_step: Annotated[int, typer.Option(help="For the estimate of the activations.")] = 2048,
+    ignore_windows: Annotated[
+        bool,
+        typer.Option("--ignore-windows", help="All layers keep all tokens, as with one block table for all."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write the plan to stdout as JSON.")] = False,
+) -> None:
+    """Say how many sequences fit into some memory, and what the block size costs.
+
+    Exits with status 1 if not one block fits, and if something is wrong with the configuration or an option.
+    """
+    from .plan import parse_counts, run_plan
+
+    try:
+        counts = parse_counts("--lengths", lengths) or []
+    except ValueError as error:
+        typer.echo(f"It cannot be planned: {error}", err=True)
+        raise typer.Exit(1) from None
+    status = run_plan(
+        model,
+        counts,
+        as_json=json,
+        sizes={
+            "memory": memory,
+            "kv_memory": kv_memory,
+            "weights": weights,
+            "activations": activations,
+            "layers_per_stage": layers_per_stage,
+        },
+        utilization=utilization,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        scales=scales,
+        alignment=alignment,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        tokens_per_step=tokens_per_step,
+        ignore_windows=ignore_windows,
+    )
+    raise typer.Exit(status)
