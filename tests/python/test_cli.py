@@ -32,6 +32,8 @@ def test_help_lists_the_commands_that_exist() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert "demo" in done.stdout
+    assert "plan" in done.stdout
+    assert "simulate" not in done.stdout
     assert "bench" not in done.stdout
 
 

@@ -297,8 +297,8 @@ def test_layers_that_share_kv_keep_none() -> None:
 
 def test_layers_that_attend_beside_a_state_keep_both() -> None:
     config = {
-        **models.LLAMA_8B, "model_type": "falcon_h1", "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_n_groups": 1,
-        "mamba_d_state": 256, "mamba_d_conv": 4,
+        **models.LLAMA_8B, "model_type": "falcon_h1", "mamba_n_heads": 24, "mamba_d_head": 64,
+        "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
     }  # fmt: skip
     found = size(config)
     assert found.groups[0].bytes_per_token == (131_072,)

@@ -1,5 +1,7 @@
 """What a sizing refuses: the message names file and field, what came and what is allowed."""
 
+# ruff: noqa: E501 - tables of messages are read best a line each
+
 from __future__ import annotations
 
 import json
@@ -64,7 +66,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
 def test_a_wrong_field_is_named(config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^some/config.json: {message}") as caught:
+    with pytest.raises(ConfigError, match=rf"^some/config\.json: {message}") as caught:
         ModelShape.from_config(config, "some/config.json")
     assert isinstance(caught.value, kv.KVFolioError)
     assert isinstance(caught.value, ValueError)
@@ -73,7 +75,7 @@ def test_a_wrong_field_is_named(config: Any, message: str) -> None:
 def test_a_field_of_the_text_part_is_named_so() -> None:
     config = {**models.GEMMA3_27B, "text_config": without(models.GEMMA3_27B["text_config"], "head_dim")}
     config["text_config"]["hidden_size"] = 5377
-    with pytest.raises(ConfigError, match="^config.json: text_config: head_dim is missing"):
+    with pytest.raises(ConfigError, match=r"^config\.json: text_config: head_dim is missing"):
         ModelShape.from_config(config, "config.json")
 
 
@@ -84,7 +86,7 @@ def test_a_field_of_the_text_part_is_named_so() -> None:
         (models.FALCON_7B, 2, "num_attention_heads must be a multiple of tensor_parallel, 2, not 71"),
         ({**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 128}, 4,
          "num_key_value_heads must be a multiple or a divisor of tensor_parallel, 4, not 6"),
-        ({**NEXT, "num_attention_heads": 48, "linear_num_key_heads": 16}, 3,
+        ({**NEXT, "num_attention_heads": 48, "linear_num_key_heads": 48, "linear_num_value_heads": 48}, 3,
          "num_key_value_heads must be a multiple or a divisor of tensor_parallel, 3, not 2"),
         ({**NEXT, "num_attention_heads": 48, "num_key_value_heads": 3}, 3,
          "the heads of states must be a multiple or a divisor of tensor_parallel, 3, not 16"),
@@ -182,25 +184,25 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, content: bytes
     file = tmp_path / "config.json"
     file.write_bytes(content)
     for where in (file, tmp_path):
-        with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
             read_config(where)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: there is no such file or folder"):
+    with pytest.raises(ConfigError, match=r"nowhere: there is no such file or folder"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="config.json: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read: No such file"):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match=r"lama.json: there is no such file"):
         read_config("lama.json")
 
 
 def test_a_hub_id_without_a_connection_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        ConfigError, match="^owner/nothing: is neither a file nor a folder, and the hub does not"
+        ConfigError, match=r"^owner/nothing: is neither a file nor a folder, and the hub does not"
     ):
         read_config("owner/nothing")
 

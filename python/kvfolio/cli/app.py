@@ -139,16 +139,11 @@ def plan(
 
     Exits with status 1 if not one block fits, and if something is wrong with the configuration or an option.
     """
-    from .plan import parse_counts, run_plan
+    from .plan import run_plan
 
-    try:
-        counts = parse_counts("--lengths", lengths) or []
-    except ValueError as error:
-        typer.echo(f"It cannot be planned: {error}", err=True)
-        raise typer.Exit(1) from None
     status = run_plan(
         model,
-        counts,
+        lengths,
         as_json=json,
         sizes={
             "memory": memory,

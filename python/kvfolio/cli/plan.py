@@ -42,9 +42,7 @@ def parse_counts(option: str, text: str | None) -> list[int] | None:
         raise ValueError(f"{option} must be integers with commas between, not {text!r}") from None
 
 
-def run_plan(
-    model: str, lengths: list[int], *, as_json: bool, sizes: dict[str, str | None], **options: Any
-) -> int:
+def run_plan(model: str, lengths: str, *, as_json: bool, sizes: dict[str, str | None], **options: Any) -> int:
     """Read, compute, show; returns the exit status: 1 for anything that is refused."""
     console = Console(stderr=as_json)
     try:
@@ -58,7 +56,8 @@ def run_plan(
         )
         config = read_config(model)
         shape = ModelShape.from_config(config.values, config.source)
-        found = plan(shape, deployment, lengths, weight_bytes=config.weight_bytes)
+        counts = parse_counts("--lengths", lengths) or []
+        found = plan(shape, deployment, counts, weight_bytes=config.weight_bytes)
     except (KVFolioError, ValueError, TypeError) as error:
         console.print(f"[red]It cannot be planned:[/] {escape(str(error))}", soft_wrap=True)
         return 1
@@ -101,9 +100,13 @@ def _table(title: str, *columns: str) -> Table:
 
 def _summary(found: SizingPlan) -> str:
     scales = "" if found.scales == "none" else f", scales {found.scales}"
-    ranks = f"{len(found.stages)} stages of {found.tensor_parallel} ranks"
+    ranks = f"{_count(len(found.stages), 'stage')} of {_count(found.tensor_parallel, 'rank')}"
     replicas = f"; the same KV on {found.replicas} ranks" if found.replicas > 1 else ""
     return escape(f"{found.source} ({found.model}): KV in {found.kv_dtype}{scales}; {ranks}{replicas}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _groups(found: SizingPlan) -> Table:
@@ -144,15 +147,15 @@ def _reserve(stage: Stage) -> tuple[str, str]:
 
 def _lengths(found: SizingPlan) -> Table:
     table = _table(
-        "Sequences at once, all of one length, nothing shared", "length", "sequences", "tightest stage",
-        "bytes a sequence", "blocks a sequence", "blocks", "tables (device)", "pool (host)",
+        "Sequences at once, all of one length, nothing shared", "length", "sequences", "tightest",
+        "bytes each", "blocks each", "blocks to make", "tables (device)", "pool (host)",
     )  # fmt: skip
     for row in found.lengths:
         sequences = f"{row.sequences:,}" if row.sequences else f"0, short by {format_bytes(row.short_by)}"
         table.add_row(
             f"{row.length:,}",
             sequences,
-            str(row.tightest_stage),
+            f"stage {row.tightest_stage}",
             format_bytes(row.bytes_per_sequence[row.tightest_stage]),
             " + ".join(f"{count:,}" for count in row.blocks_per_sequence),
             " + ".join(f"{count:,}" for count in row.num_blocks),

@@ -111,7 +111,8 @@ class Deployment:
         if counts is None:
             if self.pipeline_parallel > num_layers:
                 raise ValueError(
-                    f"pipeline_parallel must be at most {num_layers}, the layers, not {self.pipeline_parallel}"
+                    f"pipeline_parallel must be at most {num_layers}, the layers, "
+                    f"not {self.pipeline_parallel}"
                 )
             each, more = divmod(num_layers, self.pipeline_parallel)
             counts = [each + (stage < more) for stage in range(self.pipeline_parallel)]
