@@ -292,6 +292,7 @@ def test_the_expected_waste_is_that_of_all_remainders() -> None:
 
 def test_layers_that_share_kv_keep_none() -> None:
     config = {**models.LLAMA_8B, "num_kv_shared_layers": 12}
+    assert [len(layer) for layer in ModelShape.from_config(config).layers] == [1] * 20 + [0] * 12
     assert size(config).groups[0].bytes_per_token == (20 * 4096,)
 
 
@@ -304,3 +305,29 @@ def test_layers_that_attend_beside_a_state_keep_both() -> None:
     assert found.groups[0].bytes_per_token == (131_072,)
     # 24 * 64 channels and 2 * 256 of B and C, 3 inputs each; 24 heads of 64 * 256 floats.
     assert found.stages[0].state_bytes == 32 * ((24 * 64 + 2 * 256) * 3 * 2 + 24 * 64 * 256 * 4)
+
+
+def test_a_window_of_qwen_is_used_only_if_told_so_and_from_some_layer_on() -> None:
+    told = {**models.QWEN2_7B, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20}
+    assert [(g.num_layers, g.window) for g in size(told).groups] == [(20, None), (8, 4096)]
+    assert [cache.window for (cache,) in ModelShape.from_config(told).layers][19:21] == [None, 4096]
+    del told["use_sliding_window"]
+    assert [(g.num_layers, g.window) for g in size(told).groups] == [(28, None)]
+
+
+def test_falcon_has_one_kv_head_unless_told_otherwise() -> None:
+    silent = {name: value for name, value in models.FALCON_7B.items() if name != "multi_query"}
+    assert size(silent).groups[0].bytes_per_token == (8_192,)
+    assert size({**silent, "multi_query": False}).groups[0].bytes_per_token == (71 * 8_192,)
+    newer = {**silent, "new_decoder_architecture": True, "num_attention_heads": 64, "num_kv_heads": 8}
+    assert size({**newer, "hidden_size": 4096}).groups[0].bytes_per_token == (8 * 8_192,)
+
+
+def test_the_first_stage_has_the_embedding_and_the_last_the_output() -> None:
+    """Llama-3.1-8B: both are 128,256 * 4,096 weights, the layers are alike."""
+    first, middle, last = size(models.LLAMA_8B, pipeline_parallel=3, layers_per_stage=[8, 16, 8]).stages
+    assert first.reserve is not None
+    assert middle.reserve is not None
+    assert last.reserve is not None
+    assert first.reserve.weights == last.reserve.weights
+    assert first.reserve.weights - middle.reserve.weights // 2 == 128_256 * 4096 * 2

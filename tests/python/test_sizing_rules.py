@@ -160,9 +160,9 @@ def test_short_by_is_what_one_sequence_lacks() -> None:
 
 
 def test_utilization_is_taken_exactly() -> None:
-    """0.9 as a binary number is a bit more than nine tenths."""
-    options = {"memory": 10 * 2**30, "utilization": 0.9, "weights": 0, "activations": 0}
-    assert size(SHAPES["LLAMA_8B"], options, [1]).stages[0].kv_bytes == 9 * 2**30
+    """0.7 as a binary number is a bit less than seven tenths."""
+    options = {"memory": 10 * 2**30, "utilization": 0.7, "weights": 0, "activations": 0}
+    assert size(SHAPES["LLAMA_8B"], options, [1]).stages[0].kv_bytes == 7 * 2**30
 
 
 def test_the_pool_takes_what_is_said_a_block() -> None:

@@ -82,7 +82,7 @@ def to_record(found: SizingPlan) -> dict[str, Any]:
 
 def show(found: SizingPlan, console: Console) -> None:
     """Print the plan as tables."""
-    console.print(_summary(found))
+    console.print(_summary(found), soft_wrap=True)
     console.print(_groups(found))
     console.print(_stages(found))
     console.print(_lengths(found))
