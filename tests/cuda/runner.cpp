@@ -34,10 +34,8 @@ const std::map<std::string, Function> kFunctions = {
     {"append", of<kvfolio_cuda_append, kvfolio_append>()},
     {"copy_blocks", of<kvfolio_cuda_copy_blocks, kvfolio_copy_blocks>()},
     {"update_table", of<kvfolio_cuda_update_table, kvfolio_update_table>()},
-#ifdef HAVE_ATTENTION
     {"plan_attention", of<kvfolio_cuda_plan_attention, kvfolio_plan_attention>()},
     {"attend", of<kvfolio_cuda_attend, kvfolio_attention>()},
-#endif
 };
 
 struct Piece {

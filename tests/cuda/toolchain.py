@@ -15,7 +15,7 @@ CUDA_HOME = PACKAGES / "nvidia" / "cu13"
 NVCC = CUDA_HOME / "bin" / "nvcc"
 BUILT = ROOT / "target" / "cuda-emulator"
 
-WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-unknown-pragmas", "-Werror"]
 COMMON = ["g++", "-std=c++20", "-DKVFOLIO_EMULATED", f"-I{HERE}", f"-I{HERE / 'emulator'}"]
 COMMON += ["-isystem", str(CUDA_HOME / "include")]
 # What the kernels are compiled with, and what the emulator is told of it: it is never instrumented itself.
