@@ -98,7 +98,9 @@ class Program:
         """AddressSanitizer reports who touches these bytes."""
         self.forbidden.setdefault(self.number_of(array), []).append((offset, num_bytes))
 
-    def call(self, arguments: ctypes.Structure, order="ascending", landing="late", seed=1, **pointers) -> None:
+    def call(
+        self, arguments: ctypes.Structure, order="ascending", landing="late", seed=1, **pointers
+    ) -> None:
         """Call the function that takes these arguments. Pointers are given by field: `keys__data=array`."""
         relocations = []
         for path, value in pointers.items():
@@ -141,7 +143,9 @@ class Program:
         yield struct.pack("<Q", len(self.arrays))
         for number, array in enumerate(self.arrays):
             pieces = _pieces(array)
-            yield struct.pack("<QQ", array.num_bytes if isinstance(array, Sparse) else array.nbytes, len(pieces))
+            yield struct.pack(
+                "<QQ", array.num_bytes if isinstance(array, Sparse) else array.nbytes, len(pieces)
+            )
             for offset, piece in pieces:
                 yield struct.pack("<QQ", offset, piece.nbytes) + piece.tobytes()
             forbidden = self.forbidden.get(number, [])

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import Append, CopyBlocks, Failed, Pointer, Program, Sparse, Storage, Tokens, UpdateTable, storage, tokens
+from harness import (
+    Append,
+    CopyBlocks,
+    Failed,
+    Pointer,
+    Program,
+    Sparse,
+    Storage,
+    Tokens,
+    UpdateTable,
+    storage,
+    tokens,
+)
 
 VARIANTS = ["plain", "asan", "tsan"]
 BLOCKS, BLOCK_SIZE, HEADS = 7, 4, 3
 
 
 def layouts(head_dim, itemsize):
-    """Memory, and K and V as [blocks, block_size, heads, head_dim] views of it with their offsets in bytes."""
+    """Memory, and K and V as [blocks, block_size, heads, head_dim] views of it, V's bytes behind K's."""
     shape = (BLOCKS, BLOCK_SIZE, HEADS, head_dim)
     kind = np.dtype(f"u{itemsize}")
 
@@ -97,7 +109,7 @@ def test_append_of_a_slot_outside_the_storage_is_loud(runner):
 def test_copies_move_whole_blocks_of_every_array_in_one_launch(runner, variant, head_dim, itemsize):
     program, checks = Program(), []
     pairs = np.array([[1, 4], [0, 0], [1, 6], [3, 2]], np.int32)
-    for _, memory, (keys, values), offset in layouts(head_dim, itemsize):
+    for _, memory, (keys, _), offset in layouts(head_dim, itemsize):
         layers = [memory, memory.copy() + 1, memory.copy() + 2]
         for layer in layers:
             view = layer.reshape(-1)

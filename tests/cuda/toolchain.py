@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -43,15 +44,24 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
+def _texts(source: Path, folders: list[Path], seen: set[Path]) -> bytes:
+    """Of a source and of what it includes of ours."""
+    seen.add(source)
+    text = source.read_bytes()
+    for name in re.findall(rb'#include ["<]([\w./]+)[">]', text):
+        for folder in (source.parent, *folders):
+            included = folder / name.decode()
+            if included.exists() and included not in seen:
+                text += _texts(included, folders, seen)
+                break
+    return text
+
+
 def _object(source: Path, options: list[str], headers: Path) -> Path:
-    """Compile one source, unless its preprocessed text was compiled with these options before."""
+    """Compile one source, unless the same text was compiled with these options before."""
     command = [*COMMON, *WARNINGS, *options, f"-I{headers}"]
-    preprocessed = subprocess.run(
-        [*command, "-E", "-P", "-x", "c++", str(source)], capture_output=True, check=False
-    )
-    if preprocessed.returncode != 0:
-        raise BuildFailed(preprocessed.stderr.decode())
-    digest = hashlib.sha256(repr(options).encode() + preprocessed.stdout).hexdigest()[:20]
+    text = _texts(source, [HERE, HERE / "emulator", headers], set())
+    digest = hashlib.sha256(repr((COMMON, WARNINGS, options)).encode() + text).hexdigest()[:20]
     compiled = BUILT / "objects" / f"{source.stem}-{digest}.o"
     if not compiled.exists():
         compiled.parent.mkdir(parents=True, exist_ok=True)
@@ -61,10 +71,14 @@ def _object(source: Path, options: list[str], headers: Path) -> Path:
     return compiled
 
 
-def program(variant: str, main: Path, kernels: list[Path], headers: Path = SOURCES, defines: tuple[str, ...] = ()) -> Path:
+def program(
+    variant: str, main: Path, kernels: list[Path], headers: Path = SOURCES, defines: tuple[str, ...] = ()
+) -> Path:
     """A program of `main` and kernel sources, compiled for the emulator."""
     if not (CUDA_HOME / "include" / "cuda_bf16.h").exists():
-        raise BuildFailed("NVIDIA's headers are not in .cache/cuda: `make .cache/cuda/.installed` fetches them")
+        raise BuildFailed(
+            "NVIDIA's headers are not in .cache/cuda: `make .cache/cuda/.installed` fetches them"
+        )
     instrumented, told = VARIANTS[variant]
     options = [f"-D{define}" for define in defines]
     objects = [_object(source, [*instrumented, *options], headers) for source in (main, *kernels)]
@@ -76,3 +90,24 @@ def program(variant: str, main: Path, kernels: list[Path], headers: Path = SOURC
         run_compiler(["g++", *instrumented, *map(str, objects), "-o", str(unfinished)])
         unfinished.rename(built)
     return built
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def runner(
+    variant: str, headers: Path = SOURCES, dtypes: tuple[str, ...] = DTYPES, defines: tuple[str, ...] = ()
+) -> Path:
+    """The program that harness.py runs, with attention of some storage types; the others are refused."""
+    others = [
+        f"int attend_{name}(const kvfolio_attention&, void*) {{ return -1; }}\n"
+        for name in DTYPES
+        if name not in dtypes
+    ]
+    stubs = BUILT / f"stubs-{'-'.join(dtypes)}.cpp"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    text = f'#include "kvfolio.h"\nnamespace kvfolio {{\n{"".join(others)}}}\n'
+    if not stubs.exists() or stubs.read_text() != text:
+        stubs.write_text(text)
+    kernels = [headers / f"{name}.cu" for name in ("cache", "attention", *(f"attention_{d}" for d in dtypes))]
+    return program(variant, HERE / "runner.cpp", [*kernels, stubs], headers, defines)

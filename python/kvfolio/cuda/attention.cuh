@@ -15,6 +15,10 @@
 #include "tile.cuh"
 #include "work.cuh"
 
+#ifndef KVFOLIO_HEAD_DIMS  // fewer are built sooner
+#define KVFOLIO_HEAD_DIMS 64, 128, 256
+#endif
+
 namespace kvfolio {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
@@ -278,7 +282,7 @@ class Attention {
 };
 
 template <class T, int kHeadDim, int kRowWarps>
-__global__ void __launch_bounds__(128) attention_kernel(const __grid_constant__ kvfolio_attention a) {
+__global__ void __launch_bounds__(128, Tile<T, kHeadDim, kRowWarps>::kMinBlocks) attention_kernel(const __grid_constant__ kvfolio_attention a) {
   const int item = static_cast<int>(blockIdx.x) / a.num_kv_heads;
   if (item >= WorkList(a.work, a.capacity).header->num_items) return;
   // Neighbouring heads lie side by side in memory, and are read at about the same time.
@@ -346,12 +350,16 @@ int attend(const kvfolio_attention& a, void* stream) {
   return KVFOLIO_UNSUPPORTED;
 }
 
+template <class T, int... kHeadDims>
+int attend_one_of(const kvfolio_attention& a, void* stream) {
+  int status = KVFOLIO_UNSUPPORTED;
+  ((a.head_dim == kHeadDims && ((status = attend<T, kHeadDims>(a, stream)), true)) || ...);
+  return status;
+}
+
 template <class T>
 int attend(const kvfolio_attention& a, void* stream) {
-  if (a.head_dim == 64) return attend<T, 64>(a, stream);
-  if (a.head_dim == 128) return attend<T, 128>(a, stream);
-  if (a.head_dim == 256) return attend<T, 256>(a, stream);
-  return KVFOLIO_UNSUPPORTED;
+  return attend_one_of<T, KVFOLIO_HEAD_DIMS>(a, stream);
 }
 
 }  // namespace kvfolio

@@ -68,7 +68,7 @@ __device__ inline long long block_scan(PlanShared* shared, long long mine, long 
 }
 
 // One block. Chunks are made as short as the number of items allows, so all sequences' chunks are alike.
-__global__ inline void __launch_bounds__(kPlanThreads) plan_attention_kernel(const kvfolio_plan_attention a) {
+static __global__ void __launch_bounds__(kPlanThreads) plan_attention_kernel(const kvfolio_plan_attention a) {
   PlanShared* shared = shared_memory<PlanShared>();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const auto items_of = [&](int tiles_per_chunk) {

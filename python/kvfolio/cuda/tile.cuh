@@ -16,14 +16,18 @@ struct Tile {
   static constexpr int kRows = 16 * kRowWarps;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes, as memory is read
-  // At most 64 KiB of K and V a stage; less for 64 rows of queries of 1 KiB, which take 64 KiB themselves.
-  static constexpr int kKeys = kRowBytes <= 512 ? 64 : kRowWarps == 1 ? 32 : 16;
+  // At most 64 KiB of K and V a stage; half of it where a warp has the scores of all keys in registers.
+  static constexpr int kKeys = (kRowWarps == 1 ? 64 : 32) / (kRowBytes > 512 ? 2 : 1);
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kStages = kRowBytes <= 128 ? 3 : 2;
   static constexpr int kQueryBytes = kRows * kRowBytes, kSideBytes = kKeys * kRowBytes;
   static constexpr int kStageBytes = 2 * kSideBytes;  // K, then V
   static constexpr int kPlaces = 2;                   // of tiles whose keys' places are known
   static constexpr int kSharedBytes = kQueryBytes + kStages * kStageBytes + kPlaces * kKeys * 16;
+  // Thread blocks that find room on an SM of 227 KiB: they may have that many registers, and no more. 64 rows
+  // are more work than reading, and are better off with two that have what they need.
+  static constexpr int kBlocksOfSm = 227 * 1024 / (kSharedBytes + 1024);
+  static constexpr int kMinBlocks = kBlocksOfSm < 1 ? 1 : kRowWarps > 1 && kBlocksOfSm > 2 ? 2 : kBlocksOfSm;
   static constexpr int kResultBytes = kWarps * 16 * kHeadDim * 4;
   static_assert(kResultBytes <= kStages * kStageBytes, "results take the place of K and V at the end");
   static_assert(kWarps * 16 * 8 <= kQueryBytes, "their maxima and sums, that of the queries");
@@ -43,7 +47,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kCount][4], const 
 #pragma unroll
   for (int n = 0; n < kCount; n++) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0;
   if constexpr (std::is_same_v<T, float>) {
-#pragma unroll 2
+#pragma unroll 1
     for (int chunk = 0; chunk < S::kChunks; chunk++) {
       const float4 above = *reinterpret_cast<const float4*>(q + chunk_offset<S>(lane / 4, chunk));
       const float4 below = *reinterpret_cast<const float4*>(q + chunk_offset<S>(lane / 4 + 8, chunk));
@@ -61,7 +65,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kCount][4], const 
   } else {
     static_assert(kCount % 2 == 0);
     const int matrix = lane / 8, row = lane % 8;
-#pragma unroll
+#pragma unroll 4
     for (int depth = 0; depth < S::kChunks / 2; depth++) {  // 16 elements of a head
       uint32_t queries[4];
       load_matrices<false>(queries, q + chunk_offset<S>(matrix % 2 * 8 + row, 2 * depth + matrix / 2));
@@ -84,11 +88,11 @@ __device__ __forceinline__ void add_values(float (&sums)[kColumns][4], const flo
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int n = 0; n < kCount; n++) {
-#pragma unroll
+#pragma unroll 1  // or values of many keys would be held in registers at once
       for (int key = 0; key < 8; key++) {
         const int holder = lane / 4 * 4 + key / 2;
-        const float above = __shfl_sync(kAllLanes, weights[n][key % 2], holder);
-        const float below = __shfl_sync(kAllLanes, weights[n][2 + key % 2], holder);
+        const float above = __shfl_sync(kAllLanes, key % 2 == 0 ? weights[n][0] : weights[n][1], holder);
+        const float below = __shfl_sync(kAllLanes, key % 2 == 0 ? weights[n][2] : weights[n][3], holder);
 #pragma unroll
         for (int column = 0; column < kColumns; column++) {
           const int chunk = 2 * column + lane % 4 / 2;

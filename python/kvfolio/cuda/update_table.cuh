@@ -5,7 +5,7 @@
 namespace kvfolio {
 
 // A thread an update. No cell is told twice in one plan, so their order does not matter.
-__global__ inline void update_table_kernel(const kvfolio_update_table a) {
+static __global__ void update_table_kernel(const kvfolio_update_table a) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= a.num_updates) return;
   const int32_t* update = a.updates + 3 * i;
