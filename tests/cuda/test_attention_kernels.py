@@ -194,7 +194,8 @@ def test_pages_beyond_four_gibibytes_are_reached(runner, queries):
     far = Storage(None, stride, dim * 4, dim * 4)
     program.call(
         Attention(q=tokens(step.q[0]), out=tokens(out), keys=far, values=far, table_stride=3, capacity=4,
-                  dtype=0, num_kv_heads=1, group=2, head_dim=dim, block_size=16, tile_rows=rows, scale=dim**-0.5),
+                  dtype=0, num_kv_heads=1, group=2, head_dim=dim, block_size=16, tile_rows=rows,
+                  scale=dim**-0.5),
         q__data=step.q[0], out__data=out, lse=lse, block_table=table, **common,
         keys__data=Sparse(6 * stride, pieces["k"]), values__data=Sparse(6 * stride, pieces["v"]),
     )  # fmt: skip
@@ -225,7 +226,8 @@ class TestWorkLists:
         work = np.full(4 + 5 * capacity, -1, np.int32)
         program.call(
             PlanAttention(capacity=capacity, num_sequences=len(rows), group=group, min_rows=low,
-                          max_rows=high, tile_rows=tile_rows, tile_keys=64, window=window, extra=extra, min_tiles=min_tiles),
+                          max_rows=high, tile_rows=tile_rows, tile_keys=64, window=window, extra=extra,
+                          min_tiles=min_tiles),
             "shuffled", work=work, seq_lens=lengths, query_start_loc=starts,
         )  # fmt: skip
         program.run(runner)

@@ -32,6 +32,24 @@ extern "C" int kvfolio_cuda_tile_keys(int dtype, int head_dim, int tile_rows) {
                                   : kvfolio::tile_keys<__nv_bfloat16>(head_dim, tile_rows);
 }
 
+extern "C" kvfolio_workspace kvfolio_cuda_workspace(int64_t num_sequences, int64_t num_tokens, int32_t num_kv_heads,
+                                                    int32_t group, int32_t head_dim, int32_t extra) {
+  const auto aligned = [](int64_t bytes) { return kvfolio::ceil_div(bytes, 256) * 256; };
+  const int64_t rows = num_tokens * group;
+  // A sequence of up to 16 rows is one tile. One of more is as many as its rows fill, and one that is not full.
+  const int64_t many = num_sequences < rows / 17 ? num_sequences : rows / 17;
+  kvfolio_workspace w;
+  w.capacity[0] = num_sequences + extra;
+  w.capacity[1] = many + rows / 64 + extra;
+  w.work[0] = 0;
+  w.work[1] = aligned(kvfolio::WorkList::bytes(w.capacity[0]));
+  w.partial_out = w.work[1] + aligned(kvfolio::WorkList::bytes(w.capacity[1]));
+  const int64_t partial_rows = int64_t{2} * extra * num_kv_heads * 64;  // both lists' in turn
+  w.partial_lse = w.partial_out + aligned(partial_rows * head_dim * 4);
+  w.bytes = w.partial_lse + aligned(partial_rows * 4);
+  return w;
+}
+
 extern "C" int kvfolio_cuda_attend(const kvfolio_attention* arguments, void* stream) {
   const kvfolio_attention& a = *arguments;
   // Heads are read and written in pieces of 16 bytes.

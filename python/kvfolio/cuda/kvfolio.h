@@ -101,6 +101,14 @@ int kvfolio_cuda_attend(const kvfolio_attention* arguments, void* stream);
 /* Keys of a tile: what a work list has to be planned with. 0 if these are not supported. */
 int kvfolio_cuda_tile_keys(int dtype, int head_dim, int tile_rows);
 
+/* Where a step's work lists and partial results lie in one piece of memory: for sequences of few rows, then of many. */
+typedef struct {
+  int64_t capacity[2], work[2]; /* items, and bytes from the start */
+  int64_t partial_out, partial_lse, bytes;
+} kvfolio_workspace;
+kvfolio_workspace kvfolio_cuda_workspace(int64_t num_sequences, int64_t num_tokens, int32_t num_kv_heads, int32_t group,
+                                         int32_t head_dim, int32_t extra);
+
 /* The description of an error that was returned. */
 const char* kvfolio_cuda_error(int code);
 
