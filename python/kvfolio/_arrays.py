@@ -8,6 +8,7 @@ tensors: whoever passes one has imported it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from . import _native
 
 Array: TypeAlias = Any  # a numpy.ndarray or a torch.Tensor
 Kind: TypeAlias = Literal["numpy", "torch"]
@@ -98,8 +101,24 @@ def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.
 
 
 def max_threads(value: Array) -> int | None:
-    """Torch's own number of threads for tensors, which then do not compete with ours for more CPUs."""
-    return int(sys.modules["torch"].get_num_threads()) if is_tensor(value) else None
+    """Torch's own number of threads for tensors, for which kernels use torch's own threads if they can."""
+    if not is_tensor(value):
+        return None
+    _use_threads_of_torch()
+    return int(sys.modules["torch"].get_num_threads())
+
+
+@cache
+def _use_threads_of_torch() -> None:
+    """Its OpenMP threads look out for work on all CPUs for a while after each call: ours would be in their way."""
+    if "backend: OpenMP" in sys.modules["torch"].__config__.parallel_info():
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # not there under this name
+            _native.use_open_mp(open_mp_parallel())
+
+
+def open_mp_parallel() -> int:
+    """The address of the process's `GOMP_parallel`, which runtimes of GCC and of LLVM have."""
+    return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
 
 
 HUGE_PAGE = 2 << 20

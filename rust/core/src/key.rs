@@ -3,7 +3,8 @@
 //! Every message begins with the version of the encoding and a tag that says what follows; whatever has
 //! no fixed length is preceded by its length. So no two different inputs are encoded alike, and a key is
 //! the same in every process, on every machine. A block of 16 tokens without extras is 113 bytes: with
-//! SHA-256's padding that is two compressions.
+//! SHA-256's padding that is two compressions, and nothing else is done for it: such a message is put
+//! together in place, where the hash would first gather its parts.
 //!
 //! ```text
 //! root   "kvfolio" 01 'R' block_size:u32  4 x (length:u64 bytes)      model, adapter, tenant, salt
@@ -13,7 +14,7 @@
 //!
 //! All integers are little-endian. The parent of a chain's first block is the root.
 
-use sha2::{Digest, Sha256};
+use sha2::{Digest, Sha256, block_api::compress256};
 
 use crate::context::{Context, Extra};
 
@@ -94,25 +95,36 @@ fn root_key(context: &Context, block_size: usize) -> Key {
     message.finish()
 }
 
-/// The message about the block that holds `tokens` from position `first` on. `extras` are sorted by start.
-fn block_message(parent: &Key, tokens: &[i32], first: usize, extras: &[Extra]) -> Message {
-    let last = first + tokens.len();
-    let touching = || extras.iter().take_while(|extra| extra.start < last).filter(|extra| extra.stop > first);
+/// The key of the block that holds `tokens` from position `first` on. `extras` are sorted by start.
+fn block_key(parent: &Key, tokens: &[i32], first: usize, extras: &[Extra]) -> Key {
     #[cfg(test)]
     counting::NUM_BLOCKS.with(|count| count.set(count.get() + 1));
+    let last = first + tokens.len();
+    let touching = || extras.iter().take_while(|extra| extra.start < last).filter(|extra| extra.stop > first);
+    match touching().count() {
+        0 if tokens.len() <= SHORT_BLOCK => short_block_key(parent, tokens),
+        num_extras => block_message(parent, tokens, first, num_extras, touching()).finish(),
+    }
+}
+
+fn block_message<'a>(
+    parent: &Key,
+    tokens: &[i32],
+    first: usize,
+    num_extras: usize,
+    extras: impl Iterator<Item = &'a Extra>,
+) -> Message {
     let mut message = Message::new(b'B');
     message.put(&(tokens.len() as u32).to_le_bytes());
-    message.put(&(touching().count() as u32).to_le_bytes());
+    message.put(&(num_extras as u32).to_le_bytes());
     message.put(&parent.0);
     // Few calls of the hash: a chunk of tokens at a time.
     let mut bytes = [0; 4 * TOKENS_AT_ONCE];
     for tokens in tokens.chunks(TOKENS_AT_ONCE) {
-        for (bytes, token) in bytes.chunks_exact_mut(4).zip(tokens) {
-            bytes.copy_from_slice(&token.to_le_bytes());
-        }
+        put_tokens(&mut bytes, tokens);
         message.put(&bytes[..4 * tokens.len()]);
     }
-    for extra in touching() {
+    for extra in extras {
         for position in [extra.start, extra.stop] {
             message.put(&(position as i64).wrapping_sub(first as i64).to_le_bytes());
         }
@@ -120,6 +132,48 @@ fn block_message(parent: &Key, tokens: &[i32], first: usize, extras: &[Extra]) -
     }
     message
 }
+
+fn put_tokens(places: &mut [u8], tokens: &[i32]) {
+    for (place, token) in places.as_chunks_mut::<4>().0.iter_mut().zip(tokens) {
+        *place = token.to_le_bytes();
+    }
+}
+
+/// Bytes of a block's message before its tokens.
+const HEAD: usize = VERSION.len() + 1 + 4 + 4 + 32;
+
+/// The most tokens of a block whose message, without extras, is of two compressions.
+const SHORT_BLOCK: usize = (2 * 64 - PADDING - HEAD) / 4;
+
+/// What SHA-256 appends at least: a bit, and the length.
+const PADDING: usize = 9;
+
+/// The same as the hash of the block's message: that message, padded as in FIPS 180-4, 5.1.1.
+fn short_block_key(parent: &Key, tokens: &[i32]) -> Key {
+    let mut message = [0; 2 * 64];
+    let mut num_bytes = 0;
+    let (num_tokens, num_extras) = ((tokens.len() as u32).to_le_bytes(), [0; 4]);
+    for part in [VERSION, b"B", &num_tokens, &num_extras, &parent.0] {
+        message[num_bytes..][..part.len()].copy_from_slice(part);
+        num_bytes += part.len();
+    }
+    put_tokens(&mut message[num_bytes..], tokens);
+    num_bytes += 4 * tokens.len();
+    message[num_bytes] = 0x80;
+    let padded = (num_bytes + PADDING).next_multiple_of(64);
+    message[padded - 8..padded].copy_from_slice(&(8 * num_bytes as u64).to_be_bytes());
+    let mut state = INITIAL_STATE;
+    compress256(&mut state, message[..padded].as_chunks().0);
+    let mut key = [0; 32];
+    for (bytes, word) in key.as_chunks_mut().0.iter_mut().zip(state) {
+        *bytes = word.to_be_bytes();
+    }
+    Key(key)
+}
+
+/// Of SHA-256: FIPS 180-4, 5.3.3.
+const INITIAL_STATE: [u32; 8] =
+    [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
 
 const TOKENS_AT_ONCE: usize = 16;
 
@@ -153,7 +207,7 @@ impl KeyChain {
             // Those that lie wholly in front concern no block any more, and mostly stand in front, too.
             let passed = extras.iter().take_while(|extra| extra.stop <= first).count();
             extras = &extras[passed..];
-            parent = block_message(&parent, block, first, extras).finish();
+            parent = block_key(&parent, block, first, extras);
             self.keys.push(parent);
         }
     }
@@ -193,7 +247,7 @@ mod tests {
         let root = root_key(&Context::default(), 4);
         // Computed apart from this code: tests/python/test_keys.py does it again with hashlib.
         assert_eq!(hex(root), "ae82dd9a945907573b3717c55ff60f366ec3522875fd89a1f791427f674f9c06");
-        let block = block_message(&root, &[1, 2, 3, 4], 0, &[]).finish();
+        let block = block_key(&root, &[1, 2, 3, 4], 0, &[]);
         assert_eq!(hex(block), "84780e5e0cd8dfbba1847566aaa47a5c52582f56b623b2425abefa9ad640b8cb");
     }
 
@@ -252,9 +306,21 @@ mod tests {
     }
 
     #[test]
+    fn short_blocks_have_the_keys_of_their_messages() {
+        let tokens: Vec<_> = (0..SHORT_BLOCK as i32 + 4).map(|i| i * 0x0123_4567).collect();
+        for num_tokens in 1..=tokens.len() {
+            let (parent, tokens) = (Key([num_tokens as u8; 32]), &tokens[..num_tokens]);
+            let message = block_message(&parent, tokens, 0, 0, std::iter::empty());
+            let num_compressions = (message.num_bytes + PADDING).div_ceil(64);
+            assert_eq!(num_compressions <= 2, num_tokens <= SHORT_BLOCK, "{num_tokens} tokens");
+            assert_eq!(block_key(&parent, tokens, 0, &[]), message.finish(), "{num_tokens} tokens");
+        }
+    }
+
+    #[test]
     fn a_block_of_sixteen_tokens_is_hashed_in_two_compressions() {
-        let message = block_message(&Key([0; 32]), &[7; 16], 0, &[]);
-        let padded = message.num_bytes + 9; // SHA-256 appends a bit and the length
+        let message = block_message(&Key([0; 32]), &[7; 16], 0, 0, std::iter::empty());
+        let padded = message.num_bytes + PADDING;
         assert!(padded <= 128, "{padded} bytes");
     }
 }

@@ -7,7 +7,6 @@ use crate::{
     holds::Holds,
     ids::{BlockId, block_layout},
     pool::{BlockPool, Opening, Shared},
-    sync::Ordering,
 };
 
 /// A block to be copied before anything is written: what is read, and where it goes.
@@ -172,10 +171,11 @@ impl Table {
         copy
     }
 
-    /// A fresh block behind the full ones, of whose tokens `set_num_tokens` will tell.
-    pub(crate) fn push(&mut self, block: BlockId) {
+    /// A fresh block behind the full ones, of whose tokens `set_num_tokens` will tell. The caller has told the
+    /// audit of it.
+    pub(crate) fn push_accounted(&mut self, block: BlockId) {
         self.blocks.push(block);
-        self.account();
+        self.accounted += 1;
     }
 
     /// So many tokens are in the blocks now.
@@ -263,7 +263,7 @@ impl Table {
         if now != self.accounted {
             // Wraps around when it shrinks; the sum over all tables does not.
             let change = now.wrapping_sub(self.accounted);
-            self.shared().table_references.fetch_add(change, Ordering::Relaxed);
+            self.shared().account_table_references(change);
             self.accounted = now;
         }
     }

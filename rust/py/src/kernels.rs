@@ -117,6 +117,17 @@ pub(crate) fn set_num_threads(num_threads: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
+/// Use the threads of the process's OpenMP runtime, given the address of its `GOMP_parallel`; 0: our own again.
+#[pyfunction]
+pub(crate) fn use_open_mp(address: usize) {
+    // SAFETY: the address is not null. That it is this function's the package sees to, which looks it up by its name
+    // in a runtime that stays loaded.
+    let parallel = (address != 0)
+        .then(|| unsafe { std::mem::transmute::<*const (), kernels::OpenMpParallel>(address as *const ()) });
+    // SAFETY: as above.
+    unsafe { kernels::use_open_mp(parallel) };
+}
+
 /// Reads all memory of some contiguous arrays, on all threads: what attention's bandwidth is held against.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands over borrows of arrays")]

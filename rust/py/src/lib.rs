@@ -42,7 +42,8 @@ mod _native {
         block_layout,
         context::PyContext,
         kernels::{
-            attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads, write_kv,
+            attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads,
+            use_open_mp, write_kv,
         },
         plan::PyPlan,
         plan_buffers::PyPlanBuffers,

@@ -65,6 +65,8 @@ pub(super) struct Choice {
     pub(super) never_fit: Vec<i32>,
     /// Whether every row's share alone would fit the pool.
     pub(super) ever_fits: bool,
+    /// Stands for the rows, if they are all that there are, in admission order.
+    pub(super) roster: Option<u64>,
     /// Steps that are not of a lane.
     num_states: usize,
     candidates: Vec<Candidate>,
@@ -85,6 +87,7 @@ impl Choice {
         self.extent = Extent::default();
         self.needed = 0;
         self.needed_by_lanes = 0;
+        self.roster = None;
         self.num_states = 0;
         self.skipped.clear();
         self.never_fit.clear();
@@ -171,6 +174,7 @@ impl BatchState {
         }
         choice.clear();
         let (shared, lanes) = (self.pool.shared(), self.rows.lanes());
+        let block_size = shared.block_size as u32;
         let (mut needed, mut width) = (0, 0);
         for &row in self.rows.in_order() {
             let lane = &lanes[row];
@@ -179,7 +183,7 @@ impl BatchState {
                 0 if lane.in_use() => continue,
                 _ => return false,
             }
-            let open_block = lane.open_block();
+            let open_block = lane.open_block(block_size);
             if open_block.is_some_and(|block| shared.is_shared(block)) {
                 return false;
             }
@@ -193,6 +197,7 @@ impl BatchState {
         if fits && count <= request.max_tokens.unwrap_or(usize::MAX) {
             (choice.needed, choice.needed_by_lanes) = (needed, needed);
             choice.extent = Extent { num_rows: count, num_tokens: count, width };
+            choice.roster = (count == self.rows.in_order().len()).then(|| self.rows.roster());
             return true;
         }
         false
@@ -208,10 +213,11 @@ impl BatchState {
 
     /// Whether a row has nothing to plan, or one token that goes into an open block of its own or a new one.
     fn can_use_lane(&mut self, row: usize, kept: Option<u64>) -> bool {
+        let block_size = self.pool.block_size() as u32;
         let (lane, _, flights) = self.rows.lane_and_state(row);
         lane.in_use()
             && lane.num_pending() <= 1
-            && lane.open_block().is_none_or(|block| !self.pool.shared().is_shared(block))
+            && lane.open_block(block_size).is_none_or(|block| !self.pool.shared().is_shared(block))
             && kept.is_none_or(|kept| lane.remembers_enough(flights, kept))
     }
 
@@ -260,11 +266,12 @@ impl BatchState {
     }
 
     fn lane_share(&mut self, row: usize, most: usize) -> Option<Share> {
+        let block_size = self.pool.block_size() as u32;
         let lane = self.rows.lane(row);
         if most == 0 || lane.num_pending() == 0 {
             return None;
         }
-        let needed = usize::from(lane.open_block().is_none());
+        let needed = usize::from(lane.open_block(block_size).is_none());
         let num_blocks = lane.num_blocks() + needed;
         // A table without discarded blocks that is no larger than the pool fits it; others have to be asked.
         let ever_fits = num_blocks <= self.pool.num_blocks()

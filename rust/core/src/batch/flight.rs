@@ -25,6 +25,9 @@ pub(super) struct Taken {
 /// How often a plan that other threads interfere with is chosen anew.
 const MOST_ROUNDS: usize = 100;
 
+/// For how many commits what they look at is got at hand at once.
+const LOOK_AHEAD: usize = 32;
+
 impl BatchState {
     pub(super) fn plan(
         &mut self,
@@ -115,8 +118,9 @@ impl BatchState {
     ) -> (Arc<PlanShared>, Arc<PlanArrays>) {
         let (memory, mut lists) = self.plans.recycle();
         let id = self.rows.flights.begin();
+        self.pool.shared().account_table_references(choice.needed_by_lanes);
         let mut recycler = std::mem::take(&mut self.recycler);
-        let arrays = recycler.write(choice.extent, self.pool.block_size(), out, |arrays| {
+        let arrays = recycler.write(choice.extent, choice.roster, self.pool.block_size(), out, |arrays| {
             let mut fresh = taken.fresh.iter().copied();
             let mut openings = taken.openings.iter().copied();
             let mut at = Cursor::default();
@@ -154,42 +158,42 @@ impl BatchState {
         let block_size = self.pool.block_size() as u32;
         let (lanes, occupied) = self.rows.lanes_and_rows();
         let (first, first_step) = (*at, lists.steps.len());
-        let mut places = arrays.token_rows(at, run.len());
         let (changed, to_commit) = (&mut self.changed, &mut lists.to_commit);
         changed.clear();
-        let mut max_seq_len = 0;
-        lists.steps.extend(run.iter().enumerate().map(|(index, chosen)| {
+        let places = arrays.token_rows(first, run.iter().map(|chosen| chosen.row));
+        lists.steps.extend(run.iter().zip(places).enumerate().map(|(index, (chosen, place))| {
             let lane = &mut lanes[chosen.row as usize];
-            if lane.open_block().is_none()
+            if lane.open_block(block_size).is_none()
                 && let Some(block) = fresh.next()
                 && let Some(occupied) = &mut occupied[chosen.row as usize]
             {
-                occupied.state.table.push(block);
-                lane.begin_block(block, block_size);
+                occupied.state.table.push_accounted(block);
+                lane.begin_block(block);
             }
             let step = lane.step(id.number, block_size);
-            if !places.set(index, chosen.row, &step) {
+            let (stop, page_len) = (step.position + 1, step.offset + 1);
+            *place.token_id = step.token;
+            *place.seq_len = stop as i32;
+            *place.last_page_len = page_len as i32;
+            *place.slot = i64::from(step.block.as_i32()) * i64::from(block_size) + i64::from(step.offset);
+            if *place.seen != step.seen {
                 changed.push(index as u32);
             }
-            if step.offset + 1 == block_size {
+            let fills = page_len == block_size;
+            if fills {
                 to_commit.push((first_step + index) as u32);
             }
-            let stop = step.position + 1;
-            max_seq_len = max_seq_len.max(stop);
-            FlightStep {
-                sequence: lane.sequence,
-                row: chosen.row,
-                start: step.position,
-                stop,
-                samples: true,
-                fills: step.offset + 1 == block_size,
-            }
+            let (sequence, row, start) = (lane.sequence, chosen.row, step.position);
+            FlightStep { sequence, row, start, stop, samples: true, fills }
         }));
-        arrays.note_seq_len(max_seq_len as usize);
+        arrays.finish_token_rows(at, run.len());
         for &index in &*changed {
-            let row = run[index as usize].row as usize;
-            if let Some(occupied) = &occupied[row] {
-                arrays.set_table(first.behind(index as usize), row, &occupied.state.table, &mut self.told);
+            let (row, at) = (run[index as usize].row as usize, first.behind(index as usize));
+            let (seen, last_block) = lanes[row].seen();
+            if !arrays.append_block(at, row, seen, last_block, &mut self.told)
+                && let Some(occupied) = &occupied[row]
+            {
+                arrays.set_table(at, row, &occupied.state.table, &mut self.told);
             }
         }
     }
@@ -245,8 +249,12 @@ impl BatchState {
         let held = self.end(plan, true);
         if num_accepted.is_none() && plan.num_settled == self.rows.num_settled {
             // All lanes that took a step still know of it, and most have nothing to do.
-            for step in plan.to_commit.iter().map(|index| &plan.steps[*index as usize]) {
-                self.commit_step(plan.id, step, step.stop);
+            for steps in plan.to_commit.chunks(LOOK_AHEAD) {
+                let steps = || steps.iter().map(|index| &plan.steps[*index as usize]);
+                self.look_ahead(plan.id, steps());
+                for step in steps() {
+                    self.commit_step(plan.id, step, step.stop);
+                }
             }
         } else {
             for (index, step) in plan.steps.iter().enumerate() {
@@ -256,6 +264,29 @@ impl BatchState {
         self.pool.shared().drop_holds(&held);
         self.roll_back_dropped();
         Ok(())
+    }
+
+    /// Get at hand what the commits of some steps look at: of all of them first the sequences, then the
+    /// places of their keys. So the processor waits for them together, and not for one after another, between
+    /// atomic updates over which it does not look ahead.
+    fn look_ahead<'a>(&mut self, id: PlanId, steps: impl Iterator<Item = &'a FlightStep> + Clone) {
+        for step in steps.clone() {
+            if let Some(row) = self.rows.find(step.row as usize, step.sequence) {
+                self.rows.lane_and_state(row).1.touch();
+            }
+        }
+        self.described.clear();
+        for step in steps {
+            let (row, stop) = (step.row as usize, step.stop as usize);
+            if self.rows.lane_of(row, step.sequence).is_some_and(|lane| lane.took(id.number)) {
+                let (lane, state, _) = self.rows.lane_and_state(row);
+                if lane.flush(state, stop) {
+                    state.describe_full_blocks(stop);
+                    self.described.extend(state.unpublished());
+                }
+            }
+        }
+        self.pool.shared().touch_described(&self.described);
     }
 
     fn commit_step(&mut self, id: PlanId, step: &FlightStep, accepted: u32) {
@@ -390,9 +421,8 @@ impl BatchState {
         let Some(position) = position else { return false };
         let lane = self.rows.lane(row);
         let appends = position == lane.num_tokens();
-        if !appends {
-            let Some(unknown) = lane.unknown(position) else { return false };
-            *unknown = token;
+        if !appends && !lane.resolve(position, token) {
+            return false;
         }
         if is_of_lane {
             lane.note_told(id.number);

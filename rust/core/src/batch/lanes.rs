@@ -16,7 +16,7 @@ use std::{ops::Range, sync::Arc};
 use crate::{
     holds::Holds,
     ids::{BlockId, UNKNOWN_TOKEN},
-    plan::{Seen, TokenStep},
+    plan::Seen,
     sequence::{LaneStep, PlanId, SequenceState},
 };
 
@@ -63,47 +63,59 @@ const MOST_RECENT: usize = 16;
 /// No plan has this number.
 const NOT_IN_USE: u64 = 0;
 
+/// A step of one token.
+pub(super) struct TokenStep {
+    pub(super) token: i32,
+    pub(super) position: u32,
+    /// Where its K and V go.
+    pub(super) block: BlockId,
+    pub(super) offset: u32,
+    /// What there is to see of the row's table.
+    pub(super) seen: Seen,
+}
+
 #[derive(Default)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub(super) struct Lane {
     /// The serial number of the sequence in the row, in use or not; 0 if there is none.
     pub(super) sequence: u64,
     /// The number of the plan that the newest step is of, or `NOT_IN_USE`.
     newest: u64,
-    /// Of the table beneath.
-    seen: Seen,
+    /// What was seen of the table beneath: its stamp, and how many blocks.
+    stamp: u64,
+    num_blocks: u32,
     /// Of the 32 plans up to the newest, the lowest bit, those in which the lane took a step.
     took: u32,
     /// Of those, the ones whose sampled token was not told yet.
     untold: u32,
     num_tokens: u32,
     num_planned: u32,
+    last_block: BlockId,
+    /// The last of the tokens.
+    last_token: i32,
+    /// Tokens in `recent`.
+    num_recent: u32,
     /// `num_planned` when the lane came into use.
     entered_at: u32,
-    last_block: BlockId,
-    /// Slots behind the planned tokens in the last block.
-    room: u32,
-    num_recent: u32,
     /// The last of the tokens; those before them are in the state.
-    recent: [i32; MOST_RECENT],
+    recent: Recent,
 }
+
+/// A cache line of its own, since a step does not read it, and most of its time goes into waiting for what it
+/// reads.
+#[derive(Default)]
+#[repr(align(64))]
+struct Recent([i32; MOST_RECENT]);
 
 impl Lane {
     /// Come into use, over a state all of whose tokens are planned.
     pub(super) fn enter(&mut self, state: &SequenceState, plan: u64) {
-        let (planned, block_size) = (state.table.num_tokens(), state.table.block_size());
-        let blocks = state.table.blocks();
-        *self = Self {
-            sequence: self.sequence,
-            newest: plan,
-            seen: Seen::now(&state.table),
-            num_tokens: planned as u32,
-            num_planned: planned as u32,
-            entered_at: planned as u32,
-            last_block: blocks.last().copied().unwrap_or(BlockId::NULL),
-            room: (blocks.len() * block_size - planned) as u32,
-            ..Self::default()
-        };
+        let planned = state.table.num_tokens() as u32;
+        self.newest = plan;
+        (self.took, self.untold) = (0, 0);
+        (self.num_tokens, self.num_planned) = (planned, planned);
+        (self.entered_at, self.num_recent) = (planned, 0);
+        self.look_at(state);
     }
 
     pub(super) fn in_use(&self) -> bool {
@@ -119,12 +131,17 @@ impl Lane {
     }
 
     /// The block that the next step writes into, unless it begins a new one.
-    pub(super) fn open_block(&self) -> Option<BlockId> {
-        (self.room > 0).then_some(self.last_block)
+    pub(super) fn open_block(&self, block_size: u32) -> Option<BlockId> {
+        (self.num_planned < self.num_blocks * block_size).then_some(self.last_block)
+    }
+
+    /// What there is to see of the table, and its last block.
+    pub(super) fn seen(&self) -> (Seen, BlockId) {
+        (Seen { stamp: self.stamp, len: self.num_blocks }, self.last_block)
     }
 
     pub(super) fn num_blocks(&self) -> usize {
-        self.seen.len as usize
+        self.num_blocks as usize
     }
 
     #[inline]
@@ -149,10 +166,9 @@ impl Lane {
     }
 
     /// A block for the next steps, where the last one has no room.
-    pub(super) fn begin_block(&mut self, block: BlockId, block_size: u32) {
+    pub(super) fn begin_block(&mut self, block: BlockId) {
         self.last_block = block;
-        self.room = block_size;
-        self.seen.len += 1;
+        self.num_blocks += 1;
     }
 
     /// The one pending token goes into a plan, where there is room.
@@ -164,14 +180,13 @@ impl Lane {
         self.untold = (u64::from(self.untold) << ahead) as u32 | 1;
         self.newest = plan;
         let stepped = TokenStep {
-            token: self.recent[self.num_recent.wrapping_sub(1) as usize % MOST_RECENT],
+            token: self.last_token,
             position: self.num_planned,
             block: self.last_block,
-            offset: block_size - self.room,
-            seen: self.seen,
+            offset: self.num_planned - (self.num_blocks - 1) * block_size,
+            seen: self.seen().0,
         };
         self.num_planned += 1;
-        self.room -= 1;
         stepped
     }
 
@@ -190,15 +205,12 @@ impl Lane {
     /// No later sequence of the row has this number for its newest plan.
     #[inline]
     pub(super) fn append_sampled(&mut self, plan: u64, token: i32) -> bool {
-        let index = self.num_recent as usize;
         let usual = self.newest == plan && self.untold & 1 != 0 && self.num_pending() == 0;
-        if !usual || index >= MOST_RECENT {
+        if !usual || self.is_full() {
             return false;
         }
         self.untold &= !1;
-        self.recent[index] = token;
-        self.num_recent += 1;
-        self.num_tokens += 1;
+        self.push(token);
         true
     }
 
@@ -208,30 +220,39 @@ impl Lane {
     }
 
     /// Append a token to a lane that is not full.
+    #[inline]
     pub(super) fn push(&mut self, token: i32) {
-        self.recent[self.num_recent as usize] = token;
+        self.recent.0[self.num_recent as usize] = token;
         self.num_recent += 1;
+        self.last_token = token;
         self.num_tokens += 1;
     }
 
-    fn recent_index(&self, position: usize) -> Option<usize> {
-        position.checked_sub(self.num_tokens() - self.num_recent as usize)
-    }
-
-    /// The place of a token that is not known yet.
-    pub(super) fn unknown(&mut self, position: usize) -> Option<&mut i32> {
-        let index = self.recent_index(position)?;
-        let recent = &mut self.recent[..self.num_recent as usize];
-        recent.get_mut(index).filter(|token| **token == UNKNOWN_TOKEN)
+    /// Tell a token that is not known yet; false if there is none at `position`.
+    pub(super) fn resolve(&mut self, position: usize, token: i32) -> bool {
+        let num_tokens = self.num_tokens();
+        let recent = &mut self.recent.0[..self.num_recent as usize];
+        let index = position.checked_sub(num_tokens - recent.len());
+        let Some(place) = index.and_then(|index| recent.get_mut(index)) else { return false };
+        if *place != UNKNOWN_TOKEN {
+            return false;
+        }
+        *place = token;
+        if position + 1 == num_tokens {
+            self.last_token = token;
+        }
+        true
     }
 
     /// Move the tokens before `stop` into the state; false if one of them is unknown, and nothing is moved.
     pub(super) fn flush(&mut self, state: &mut SequenceState, stop: usize) -> bool {
-        let count = self.recent_index(stop).unwrap_or(0);
-        let known = !self.recent[..count].contains(&UNKNOWN_TOKEN);
+        let num_tokens = self.num_tokens();
+        let recent = &mut self.recent.0[..self.num_recent as usize];
+        let count = stop.saturating_sub(num_tokens - recent.len());
+        let known = !recent[..count].contains(&UNKNOWN_TOKEN);
         if known {
-            state.push_all_known(&self.recent[..count]);
-            self.recent.copy_within(count.., 0);
+            state.push_all_known(&recent[..count]);
+            recent.copy_within(count.., 0);
             self.num_recent -= count as u32;
         }
         known
@@ -244,7 +265,8 @@ impl Lane {
 
     /// The state's table has changed.
     pub(super) fn look_at(&mut self, state: &SequenceState) {
-        self.seen = Seen::now(&state.table);
+        let Seen { stamp, len } = Seen::now(&state.table);
+        (self.stamp, self.num_blocks) = (stamp, len);
         self.last_block = state.table.blocks().last().copied().unwrap_or(BlockId::NULL);
     }
 
@@ -254,7 +276,7 @@ impl Lane {
         if newest == NOT_IN_USE {
             return false;
         }
-        state.push_all(&self.recent[..self.num_recent as usize]);
+        state.push_all(&self.recent.0[..self.num_recent as usize]);
         let num_steps = self.num_planned - self.entered_at;
         if num_steps == 0 {
             return false;

@@ -21,7 +21,7 @@ use crate::{
     holds::Holds,
     ids::{UNKNOWN_TOKEN, check_tokens},
     plan::{OutTable, Plan, Recycler, ToldTables},
-    pool::BlockPool,
+    pool::{BlockPool, Described},
     sequence::{Home, Place, Sequence, SequenceCell, SequenceState, check_length},
     sync::{Mutex, MutexGuard},
 };
@@ -49,6 +49,8 @@ pub(crate) struct BatchState {
     /// Kept for their memory.
     choice: Choice,
     taken: Taken,
+    /// Of blocks that a commit is about to publish.
+    described: Vec<Described>,
     /// Steps whose rows in the block table are to be written after the others.
     changed: Vec<u32>,
 }
@@ -105,6 +107,7 @@ impl Batch {
             recycler: Recycler::default(),
             choice: Choice::default(),
             taken: Taken::default(),
+            described: Vec::new(),
             changed: Vec::new(),
         };
         Ok(Self(Arc::new(BatchCell {

@@ -31,6 +31,8 @@ pub(super) struct Rows {
     /// Lanes that went out of use while a step of theirs was in flight.
     pub(super) num_settled: u64,
     in_order: Vec<usize>,
+    /// Which rows are taken, and in which order.
+    roster: u64,
     by_serial: HashMap<u64, usize>,
     /// Of those, the ones that are free again.
     vacant: BinaryHeap<Reverse<usize>>,
@@ -47,6 +49,7 @@ impl Rows {
             lanes: Vec::new(),
             num_settled: 0,
             in_order: Vec::new(),
+            roster: 0,
             by_serial: HashMap::new(),
             vacant: BinaryHeap::new(),
             seen: Vec::new(),
@@ -55,6 +58,11 @@ impl Rows {
 
     pub(super) fn in_order(&self) -> &[usize] {
         &self.in_order
+    }
+
+    /// A number that is another one whenever the rows in order are others.
+    pub(super) fn roster(&self) -> u64 {
+        self.roster
     }
 
     pub(super) fn lowest_vacant(&self) -> Option<usize> {
@@ -70,6 +78,7 @@ impl Rows {
         }
         self.lanes[row].sequence = state.serial;
         self.in_order.push(row);
+        self.roster += 1;
         self.by_serial.insert(state.serial, row);
         self.occupied[row] = Some(Row { state, handle });
     }
@@ -80,6 +89,7 @@ impl Rows {
         let vacated = self.occupied[row].take().ok_or_else(|| Self::empty(row))?;
         self.by_serial.remove(&vacated.state.serial);
         self.in_order.retain(|other| *other != row);
+        self.roster += 1;
         self.vacant.push(Reverse(row));
         Ok(vacated)
     }

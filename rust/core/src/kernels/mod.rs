@@ -34,6 +34,6 @@ pub use element::{Element, Format};
 pub use error::KernelError;
 pub use job::cpu_capabilities;
 pub use read::read;
-pub use threads::{num_threads, set_num_threads, with_at_most};
+pub use threads::{OpenMpParallel, num_threads, set_num_threads, use_open_mp, with_at_most};
 pub use view::{PagedView, PagedViewMut, TokenView};
 pub use write::write;

@@ -1,9 +1,17 @@
 //! Dealing out work to threads.
+//!
+//! They are our own, or those of an `OpenMP` runtime that the process has anyway. Its threads look out for work for
+//! a while after they had some, on the very processors that our own would want: in a model that goes from its
+//! matrix products to attention and back, two sets of threads wait for each other at every turn.
 
+use std::any::Any;
 use std::cell::Cell;
+use std::ffi::{c_uint, c_void};
 use std::num::NonZeroUsize;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::{env, process, ptr, thread};
+use std::{env, mem, process, ptr, thread};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -28,6 +36,64 @@ struct Helpers {
 /// and so forever. A pool is never dropped, a smaller one that was replaced included: others may be in it, and a
 /// child would wait for threads that only the parent has.
 static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
+
+/// What compilers call for `#pragma omp parallel`: `function(data)` on so many threads, the caller's included, the end
+/// of which it waits for.
+pub type OpenMpParallel = unsafe extern "C" fn(
+    function: extern "C" fn(*mut c_void),
+    data: *mut c_void,
+    threads: c_uint,
+    flags: c_uint,
+);
+
+/// The runtime's function, as a pointer; null: there is none.
+static OPEN_MP: AtomicPtr<()> = AtomicPtr::new(ptr::null_mut());
+
+/// The process that it was found in.
+static OPEN_MP_PROCESS: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on kernels use the threads of an `OpenMP` runtime, of which this is `GOMP_parallel`; with `None` again
+/// their own. A forked child, in which the runtime's are not, uses its own, too.
+///
+/// # Safety
+///
+/// It is that function, for as long as the process lives.
+pub unsafe fn use_open_mp(parallel: Option<OpenMpParallel>) {
+    OPEN_MP_PROCESS.store(process::id() as usize, Ordering::Relaxed);
+    // Release: who finds the function finds the process that it is for.
+    OPEN_MP.store(parallel.map_or(ptr::null_mut(), |parallel| parallel as *mut ()), Ordering::Release);
+}
+
+fn open_mp() -> Option<OpenMpParallel> {
+    let found = OPEN_MP.load(Ordering::Acquire);
+    let usable = !found.is_null() && OPEN_MP_PROCESS.load(Ordering::Relaxed) == process::id() as usize;
+    // SAFETY: what is there and is not null was put there as such a function.
+    usable.then(|| unsafe { mem::transmute::<*mut (), OpenMpParallel>(found) })
+}
+
+/// Calls `work` on so many of the runtime's threads at once. Panics with what the first of them panicked with.
+fn on_open_mp_threads<F: Fn() + Sync>(parallel: OpenMpParallel, threads: usize, work: &F) {
+    struct Call<'a, F> {
+        work: &'a F,
+        panic: Mutex<Option<Box<dyn Any + Send>>>,
+    }
+    extern "C" fn run<F: Fn() + Sync>(data: *mut c_void) {
+        // SAFETY: it is the address of the call below, which lives until all threads have returned from here.
+        let call = unsafe { &*data.cast::<Call<'_, F>>() };
+        // What was half done is thrown away with the panic that goes on in the caller.
+        if let Err(panic) = panic::catch_unwind(AssertUnwindSafe(call.work))
+            && let Ok(mut first) = call.panic.lock()
+        {
+            first.get_or_insert(panic);
+        }
+    }
+    let mut call = Call { work, panic: Mutex::new(None) };
+    // SAFETY: `use_open_mp` was told that this is the runtime's function; `run` gets what it expects, and does not unwind.
+    unsafe { parallel(run::<F>, (&raw mut call).cast(), threads as c_uint, 0) };
+    if let Ok(Some(panic)) = call.panic.into_inner() {
+        panic::resume_unwind(panic);
+    }
+}
 
 /// How many threads kernels use: what [`set_num_threads`] said, else the environment's `KVFOLIO_NUM_THREADS` or
 /// `OMP_NUM_THREADS`, else as many as there are CPUs.
@@ -114,6 +180,12 @@ pub(crate) fn for_each(items: usize, share: bool, work: impl Fn(usize) + Sync) {
         }
     };
     let helpers = if share { count().min(items).saturating_sub(1) } else { 0 };
+    if helpers > 0
+        && let Some(parallel) = open_mp()
+    {
+        // Always as many as may be: the runtime ends threads that a call does not want, and the next one waits for new ones.
+        return on_open_mp_threads(parallel, count(), &take_turns);
+    }
     match if helpers > 0 { pool(helpers) } else { None } {
         Some(pool) => pool.in_place_scope(|scope| {
             for _ in 0..helpers {

@@ -38,6 +38,11 @@ pub struct PlanArrays {
     block_size: usize,
     max_query_len: usize,
     max_seq_len: usize,
+    /// Stands for the rows, if they are of one token each: with the same one they are the same, in the same
+    /// order.
+    roster: Option<u64>,
+    /// What follows from the roster is there from the plan before.
+    has_rows: bool,
     csr: OnceLock<Csr>,
 }
 
@@ -50,48 +55,14 @@ pub(crate) struct Extent {
     pub(crate) width: usize,
 }
 
-/// A step of one token.
-pub(crate) struct TokenStep {
-    pub(crate) token: i32,
-    pub(crate) position: u32,
-    /// Where its K and V go.
-    pub(crate) block: BlockId,
-    pub(crate) offset: u32,
-    /// What there is to see of the row's table.
-    pub(crate) seen: Seen,
-}
-
-/// What is written of a row of one token; all lists are as long as there are such rows.
-pub(crate) struct TokenRows<'a> {
-    block_size: i64,
-    first_token: usize,
-    rows: &'a mut [i32],
-    query_ends: &'a mut [i32],
-    seq_lens: &'a mut [i32],
-    last_page_len: &'a mut [i32],
-    token_ids: &'a mut [i32],
-    positions: &'a mut [i64],
-    slot_mapping: &'a mut [i64],
-    logits_rows: &'a mut [i32],
-    logits_indices: &'a mut [i64],
-    seen: &'a [Seen],
-}
-
-impl TokenRows<'_> {
-    /// Write one of them; false if the block table does not have all that the row's table has.
-    #[inline]
-    pub(crate) fn set(&mut self, i: usize, row: u32, step: &TokenStep) -> bool {
-        self.rows[i] = row as i32;
-        self.query_ends[i] = (self.first_token + i + 1) as i32;
-        self.seq_lens[i] = step.position as i32 + 1;
-        self.last_page_len[i] = step.offset as i32 + 1;
-        self.token_ids[i] = step.token;
-        self.positions[i] = i64::from(step.position);
-        self.slot_mapping[i] = i64::from(step.block.as_i32()) * self.block_size + i64::from(step.offset);
-        self.logits_rows[i] = row as i32;
-        self.logits_indices[i] = (self.first_token + i) as i64;
-        self.seen[i] == step.seen
-    }
+/// What is written of a row of one token while its sequence is looked at.
+pub(crate) struct TokenPlace<'a> {
+    pub(crate) token_id: &'a mut i32,
+    pub(crate) seq_len: &'a mut i32,
+    pub(crate) last_page_len: &'a mut i32,
+    pub(crate) slot: &'a mut i64,
+    /// What the block table has of the row's table.
+    pub(crate) seen: &'a Seen,
 }
 
 /// Where in the arrays a row goes: its number among the rows, and that of its first token.
@@ -194,7 +165,7 @@ impl PlanArrays {
     }
 
     /// Begin anew. What is there is written over, so that arrays of the same size need no clearing.
-    fn start(&mut self, extent: Extent, block_size: usize) {
+    fn start(&mut self, extent: Extent, roster: Option<u64>, block_size: usize) {
         let Extent { num_rows, num_tokens, width } = extent;
         for numbers in [&mut self.rows, &mut self.seq_lens, &mut self.last_page_len, &mut self.logits_rows] {
             numbers.resize(num_rows, 0);
@@ -210,6 +181,8 @@ impl PlanArrays {
         self.never_fit.clear();
         (self.num_logits, self.width, self.block_size) = (0, width, block_size);
         (self.max_query_len, self.max_seq_len) = (0, 0);
+        self.has_rows = roster.is_some() && roster == self.roster;
+        self.roster = roster;
         self.csr = OnceLock::new();
     }
 
@@ -219,30 +192,40 @@ impl PlanArrays {
     }
 
     /// The places of some rows of one token each, which all sample.
-    pub(crate) fn token_rows(&mut self, at: &mut Cursor, count: usize) -> TokenRows<'_> {
-        let Cursor { index, token } = *at;
-        let logits = self.num_logits;
-        *at = Cursor { index: index + count, token: token + count };
+    pub(crate) fn token_rows(
+        &mut self,
+        at: Cursor,
+        rows: impl ExactSizeIterator<Item = u32>,
+    ) -> impl Iterator<Item = TokenPlace<'_>> {
+        let Cursor { index, token } = at;
+        let (count, logits) = (rows.len(), self.num_logits);
         self.num_logits += count;
         self.max_query_len = self.max_query_len.max(usize::from(count > 0));
-        TokenRows {
-            block_size: self.block_size as i64,
-            first_token: token,
-            rows: &mut self.rows[index..][..count],
-            query_ends: &mut self.query_start_loc[index + 1..][..count],
-            seq_lens: &mut self.seq_lens[index..][..count],
-            last_page_len: &mut self.last_page_len[index..][..count],
-            token_ids: &mut self.token_ids[token..][..count],
-            positions: &mut self.positions[token..][..count],
-            slot_mapping: &mut self.slot_mapping[token..][..count],
-            logits_rows: &mut self.logits_rows[logits..][..count],
-            logits_indices: &mut self.logits_indices[logits..][..count],
-            seen: self.block_table.seen_from(index, count),
+        if !self.has_rows {
+            let places = self.rows[index..][..count].iter_mut().zip(&mut self.logits_rows[logits..][..count]);
+            let tokens = self.query_start_loc[index + 1..].iter_mut().zip(&mut self.logits_indices[logits..]);
+            for (n, ((row, places), (query_end, logits_index))) in rows.zip(places).zip(tokens).enumerate() {
+                (*places.0, *places.1) = (row as i32, row as i32);
+                (*query_end, *logits_index) = ((token + n + 1) as i32, (token + n) as i64);
+            }
         }
+        let seen = self.block_table.seen_from(index, count);
+        let lengths = self.seq_lens[index..].iter_mut().zip(&mut self.last_page_len[index..]);
+        let tokens = self.token_ids[token..].iter_mut().zip(&mut self.slot_mapping[token..]);
+        seen.iter().zip(lengths).zip(tokens).map(|((seen, (seq_len, last_page_len)), (token_id, slot))| {
+            TokenPlace { token_id, seq_len, last_page_len, slot, seen }
+        })
     }
 
-    pub(crate) fn note_seq_len(&mut self, seq_len: usize) {
-        self.max_seq_len = self.max_seq_len.max(seq_len);
+    /// The rest of some rows of one token each, when their places are filled.
+    pub(crate) fn finish_token_rows(&mut self, at: &mut Cursor, count: usize) {
+        let seq_lens = &self.seq_lens[at.index..][..count];
+        for (position, seq_len) in self.positions[at.token..][..count].iter_mut().zip(seq_lens) {
+            *position = i64::from(*seq_len) - 1;
+        }
+        let longest = seq_lens.iter().copied().max().unwrap_or(0);
+        self.max_seq_len = self.max_seq_len.max(longest as usize);
+        *at = at.behind(count);
     }
 
     /// A row of some tokens from position `start` on, for which `table` has room.
@@ -304,6 +287,19 @@ impl PlanArrays {
         told.tell(row, table, &mut self.table_updates);
     }
 
+    /// The same for a table of which only `block`, the last one, is news, if at all; false if there is more.
+    pub(crate) fn append_block(
+        &mut self,
+        at: Cursor,
+        row: usize,
+        seen: Seen,
+        block: BlockId,
+        told: &mut ToldTables,
+    ) -> bool {
+        told.tell_last(row, seen, block, &mut self.table_updates)
+            && self.block_table.append_to_row(at.index, seen, block)
+    }
+
     pub(crate) fn push_copy(&mut self, (source, target): (BlockId, BlockId)) {
         self.copies.push([source.as_i32(), target.as_i32()]);
     }
@@ -323,6 +319,7 @@ impl Recycler {
     pub(crate) fn write(
         &mut self,
         extent: Extent,
+        roster: Option<u64>,
         block_size: usize,
         out: Option<&mut OutTable>,
         fill: impl FnOnce(&mut PlanArrays),
@@ -330,7 +327,7 @@ impl Recycler {
         let unused = self.kept.iter_mut().position(|arrays| Arc::get_mut(arrays).is_some());
         let mut arrays = unused.map_or_else(Arc::default, |index| self.kept.swap_remove(index));
         if let Some(arrays) = Arc::get_mut(&mut arrays) {
-            arrays.start(extent, block_size);
+            arrays.start(extent, roster, block_size);
             arrays.has_lent_table = out.is_some();
             if let Some(out) = out {
                 std::mem::swap(&mut arrays.block_table, &mut out.buffer);

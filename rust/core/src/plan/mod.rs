@@ -6,7 +6,7 @@ mod table_buffer;
 use std::sync::Arc;
 
 pub use arrays::{Csr, PlanArrays};
-pub(crate) use arrays::{Cursor, Extent, Recycler, TokenStep};
+pub(crate) use arrays::{Cursor, Extent, Recycler};
 pub use table_buffer::{OutTable, TableMemory};
 pub(crate) use table_buffer::{Seen, ToldTables};
 

@@ -10,7 +10,7 @@ use crate::{
 /// What a copy has seen of a table: with the same stamp, only blocks beyond `len` are news.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Seen {
-    stamp: u64,
+    pub(crate) stamp: u64,
     pub(crate) len: u32,
 }
 
@@ -18,6 +18,11 @@ impl Seen {
     /// From which logical block on the copy may differ from `table`.
     fn first_news(self, table: &Table) -> usize {
         if self.stamp == table.stamp() { self.len as usize } else { 0 }
+    }
+
+    /// Whether it lacks at most the last block of what there is to see `now`.
+    fn is_up_to_last(self, now: Self) -> bool {
+        self.stamp == now.stamp && (self.len == now.len || self.len + 1 == now.len)
     }
 
     pub(crate) fn now(table: &Table) -> Self {
@@ -147,6 +152,17 @@ impl TableBuffer {
         &self.seen[index..][..count]
     }
 
+    /// Write the last of a table's blocks, if no other is news; false if one is, and nothing was written.
+    pub(super) fn append_to_row(&mut self, index: usize, now: Seen, block: BlockId) -> bool {
+        let can = self.seen[index].is_up_to_last(now);
+        if can {
+            let cell = index * self.stride + now.len as usize - 1;
+            self.cells_mut()[cell] = block.as_i32();
+            self.seen[index] = now;
+        }
+        can
+    }
+
     /// Invariant: cells beyond what a row has seen are null.
     pub(super) fn set_row(&mut self, index: usize, table: &Table) {
         let blocks = table.blocks();
@@ -170,6 +186,30 @@ pub(crate) struct ToldTables {
 }
 
 impl ToldTables {
+    /// The same as `tell` for a table of which only the last block is news, if at all; false if another one
+    /// is, and nothing was told.
+    pub(crate) fn tell_last(
+        &mut self,
+        row: usize,
+        now: Seen,
+        block: BlockId,
+        updates: &mut Vec<[i32; 3]>,
+    ) -> bool {
+        let Some((seen, told)) = self.rows.get_mut(row).filter(|(seen, _)| seen.is_up_to_last(now)) else {
+            return false;
+        };
+        let index = now.len as usize - 1;
+        if told.len() == index {
+            told.push(BlockId::NULL.as_i32());
+        }
+        if told[index] != block.as_i32() {
+            told[index] = block.as_i32();
+            updates.push([row as i32, index as i32, block.as_i32()]);
+        }
+        *seen = now;
+        true
+    }
+
     /// Append (row, logical block, block id) for the cells that were not told yet.
     pub(crate) fn tell(&mut self, row: usize, table: &Table, updates: &mut Vec<[i32; 3]>) {
         if row >= self.rows.len() {

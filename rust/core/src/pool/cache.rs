@@ -4,12 +4,13 @@
 //! compare-and-swap on the block's word. What a block holds is part of what is compared: after the claim it is
 //! looked at once more, and while the claim lasts it cannot change.
 
-use std::ops::Range;
+use std::{hint::black_box, ops::Range};
 
 use super::{
     Shared,
     blank::Giving,
     eviction::Dropped,
+    index::Hash,
     references::overflow,
     word::{Claim, Left},
 };
@@ -32,6 +33,12 @@ pub(crate) enum Opening {
     Unpublished,
     /// Others use it too.
     Shared,
+}
+
+/// Where a block that is to be published is described.
+pub(crate) struct Described {
+    block: BlockId,
+    hash: Hash,
 }
 
 /// What came of looking for a block to share.
@@ -63,6 +70,20 @@ impl Shared {
     fn touch(&self, keys: &[Key]) {
         for key in keys {
             self.index.touch(self.index.hash(key));
+        }
+    }
+
+    /// What publishing a block as this will look at.
+    pub(crate) fn described(&self, block: BlockId, key: &Key) -> Described {
+        Described { block, hash: self.index.hash(key) }
+    }
+
+    /// Get it at hand. For many at once, so that nothing comes between the reads and they overlap.
+    pub(crate) fn touch_described(&self, places: &[Described]) {
+        for Described { block, hash } in places {
+            self.index.touch(*hash);
+            black_box(self.words[block.index()].load());
+            self.contents.touch(*block);
         }
     }
 

@@ -5,6 +5,8 @@
 //! or has been published all the while, which a claim on it sees to. All operations are relaxed: the block's
 //! word, set with a release once this is written and read with an acquire before, gives them their order.
 
+use std::hint::black_box;
+
 use crate::{
     ids::BlockId,
     key::Key,
@@ -27,6 +29,12 @@ impl Contents {
             keys: (0..=num_blocks).map(|_| AtomicKey::default()).collect(),
             epochs: (0..=num_blocks).map(|_| AtomicU32::new(0)).collect(),
         }
+    }
+
+    /// Read what a block holds, so that it is at hand.
+    pub(super) fn touch(&self, block: BlockId) {
+        black_box(self.keys[block.index()].0[0].load(Ordering::Relaxed));
+        black_box(self.epochs[block.index()].load(Ordering::Relaxed));
     }
 
     pub(super) fn set(&self, block: BlockId, key: &Key, epoch: u64) {

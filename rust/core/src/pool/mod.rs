@@ -33,7 +33,7 @@ use self::{
     stats::Counters,
     word::{BlockWord, Claim},
 };
-pub(crate) use cache::Opening;
+pub(crate) use cache::{Described, Opening};
 pub use stats::Stats;
 
 use crate::{

@@ -68,6 +68,11 @@ impl Shared {
         self.counters.allocations.add(n);
     }
 
+    /// Tables hold so many references more, for the audit. It wraps around where they are fewer; the sum does not.
+    pub(crate) fn account_table_references(&self, change: usize) {
+        self.table_references.fetch_add(change, Ordering::Relaxed);
+    }
+
     #[cfg(feature = "internals")]
     pub(crate) fn cycle_ids(&self, n: usize, ids: &mut Vec<BlockId>) {
         assert!(self.reserve(n));

@@ -1,13 +1,16 @@
 //! What a sequence is: tokens, how far their K and V are computed, and the table that says where.
 
-use std::collections::{HashSet, VecDeque};
+use std::{
+    collections::{HashSet, VecDeque},
+    hint::black_box,
+};
 
 use crate::{
     context::{Context, Extra},
     error::{Error, Result, check_range},
     ids::{BlockId, UNKNOWN_TOKEN},
     key::KeyChain,
-    pool::{BlockPool, Opening, Shared},
+    pool::{BlockPool, Described, Opening, Shared},
     sequence::steps::Steps,
     table::Table,
 };
@@ -349,25 +352,52 @@ impl SequenceState {
         self.publish_full_blocks();
     }
 
-    /// Publish the blocks that are full, known and computed by now. Where an equal block is findable
-    /// already, the sequence goes over to that one, and its own comes free.
-    pub(crate) fn publish_full_blocks(&mut self) {
+    /// Hash the blocks that are full and known within the first `stop` tokens, if they are to be published;
+    /// returns how many have had their turn then.
+    pub(crate) fn describe_full_blocks(&mut self, stop: usize) -> usize {
         let history = &mut self.history;
         let shared = self.table.pool().shared();
-        let full = history.num_computed / shared.block_size;
-        let first = history.num_published;
+        let (full, first) = (stop / shared.block_size, history.num_published);
         if full <= first || !history.write_cache || !shared.prefix_cache || history.epoch != shared.epoch() {
-            return;
+            return first;
         }
         let known = history.unknown.front().copied().unwrap_or(history.tokens.len());
         history.chain.extend(&history.tokens[..known], &history.extras, shared.block_size, full);
-        let ready = full.min(history.chain.keys().len()).max(first);
-        history.num_published = ready;
+        full.min(history.chain.keys().len()).max(first)
+    }
+
+    /// Publish the blocks that are full, known and computed by now. Where an equal block is findable
+    /// already, the sequence goes over to that one, and its own comes free.
+    pub(crate) fn publish_full_blocks(&mut self) {
+        let ready = self.describe_full_blocks(self.history.num_computed);
+        let history = &mut self.history;
+        let first = std::mem::replace(&mut history.num_published, ready);
+        if ready == first {
+            return;
+        }
+        let shared = self.table.pool().shared();
         let (own, keys) = (&self.table.blocks()[first..ready], &history.chain.keys()[first..ready]);
         let merged = shared.publish(own, keys, history.epoch, history.read_cache);
         shared.counters.merges.add(merged.len());
         for (index, block) in merged {
             self.table.replace(first + index, block);
         }
+    }
+
+    // Getting memory at hand, see `BatchState::look_ahead`
+
+    /// Read where the next tokens, keys and blocks go.
+    pub(crate) fn touch(&self) {
+        let history = &self.history;
+        black_box(history.tokens.last().copied());
+        black_box(history.chain.keys().last().map(|key| key.as_bytes()[0]));
+        black_box(self.table.blocks().last().copied());
+    }
+
+    /// The blocks to be published next that are described, and where they will be looked for.
+    pub(crate) fn unpublished(&self) -> impl Iterator<Item = Described> {
+        let blocks =
+            self.history.chain.keys().iter().zip(self.table.blocks()).skip(self.history.num_published);
+        blocks.map(|(key, block)| self.shared().described(*block, key))
     }
 }
