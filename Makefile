@@ -12,7 +12,7 @@ unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
-.PHONY: help demo test lint test-rust test-python test-cuda mutants sanitize bench-instructions wheel format clean
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
 
 test-cuda: $(WHEEL) $(VENV)/.serving $(CUDA)/.installed ## The CUDA kernels: run on the CPU, and compiled for GPUs
 	$(BIN)/python -m pytest -q tests/cuda
+
+test-gpu: $(WHEEL) $(VENV)/.serving ## For who has a GPU: check the CUDA kernels on it, and time them
+	$(BIN)/python tests/gpu/run.py
 
 mutants: ## Break the pool at one place after the other, and see that a test notices
 	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)

@@ -88,11 +88,9 @@ def test_sanitizers_are_silent(runner, variant, dtype, schedule):
 
 
 @pytest.mark.parametrize("variant", ["asan", "tsan"])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(128, "bfloat16"), (128, "float32"), (256, "bfloat16"), (256, "float32")]
-)
-def test_sanitizers_are_silent_at_every_head_dim(runner, variant, head_dim, dtype):
-    step = Step([(200, 1), (70, 35)], (4, 1), head_dim, dtype)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sanitizers_are_silent_at_large_heads(runner, variant, dtype):
+    step = Step([(200, 1), (70, 35)], (4, 1), 256, dtype)
     assert_close(step, *step.run(runner(variant), order="shuffled", landing="either")[:2])
 
 
