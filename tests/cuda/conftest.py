@@ -21,4 +21,11 @@ def _runner(variant):
 @pytest.fixture(scope="session")
 def runner():
     """The program of a variant."""
-    return _runner
+
+    def of(variant):
+        try:
+            return _runner(variant)
+        except toolchain.BuildFailed as failure:  # all tests would fail of it, after a while each
+            pytest.exit(f"{variant}: {failure}", returncode=1)
+
+    return of

@@ -73,7 +73,7 @@ def _compiled(source: Path, options: list[str], folders: list[Path], language: s
 
 def _precompiled(options: list[str]) -> list[str]:
     """The emulator's headers, and NVIDIA's, are most of what there is to compile: once for each variant."""
-    made = _compiled(HERE / "emulator" / "emulator.hpp", options, [], "c++-header", ".hpp.gch")
+    made = _compiled(HERE / "emulator" / "precompiled.hpp", options, [], "c++-header", ".hpp.gch")
     return ["-include", str(made.with_suffix("")), "-Winvalid-pch"]
 
 
