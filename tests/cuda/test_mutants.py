@@ -111,7 +111,7 @@ MUTANTS = [
         "attention.cuh",
         "__pipeline_wait_prior(S::kStages - 2);",
         "__pipeline_wait_prior(S::kStages - 1);",
-        layouts,
+        options("sliding_window"),
         REFUSED,
     ),
     Mutant(
@@ -152,8 +152,8 @@ MUTANTS = [
         "attention.cuh",
         "offset * side.token_stride + kv_head * side.head_stride",
         "offset * side.head_stride + kv_head * side.token_stride",
-        layouts,
-        REFUSED,
+        options("sliding_window"),
+        WRONG,
     ),
     Mutant(
         "a chunk ends a tile early",
@@ -187,7 +187,7 @@ MUTANTS = [
         "tile.cuh",
         "load_matrices<true>(values",
         "load_matrices<false>(values",
-        layouts,
+        options("sliding_window"),
         WRONG,
     ),
     Mutant(
@@ -195,7 +195,7 @@ MUTANTS = [
         "tile.cuh",
         "first_key + 8 * n + matrix / 2 * 8 + row, 2 * depth + matrix % 2",
         "first_key + 8 * n + matrix % 2 * 8 + row, 2 * depth + matrix / 2",
-        layouts,
+        options("sliding_window"),
         WRONG,
     ),
     Mutant(
@@ -203,7 +203,7 @@ MUTANTS = [
         "tile.cuh",
         "pack<T>(weights[n][0], weights[n][1]), pack<T>(weights[n][2], weights[n][3])",
         "pack<T>(weights[n][2], weights[n][3]), pack<T>(weights[n][0], weights[n][1])",
-        layouts,
+        options("sliding_window"),
         WRONG,
     ),
     Mutant(
