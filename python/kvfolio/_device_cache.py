@@ -106,6 +106,7 @@ class DeviceStorage:
         self.device = keys[0].device
         self._steps: weakref.WeakKeyDictionary[Plan, Step] = weakref.WeakKeyDictionary()
         self._other = _other_kernels.load(backend, keys[0])
+        self._ops = torch.ops.kvfolio
         self._extra = 0
         if self.device.type == "cuda":
             head_dim = keys[0].shape[3]
@@ -138,7 +139,7 @@ class DeviceStorage:
         if not len(copies):
             return
         _check_copies(copies, num_blocks)
-        torch.ops.kvfolio.copy_blocks([*self.keys, *self.values], self._step(plan).copies)
+        self._ops.copy_blocks([*self.keys, *self.values], self._step(plan).copies)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         """Put a step's K and V into their slots, after what the kernels do not look at was."""
@@ -151,7 +152,7 @@ class DeviceStorage:
         slots, limit = plan.slot_mapping, keys.shape[0] * keys.shape[1]
         if len(slots) != len(k) or int(slots.max(initial=-1)) >= limit:
             raise IndexError(f"plan.slot_mapping must have {len(k)} slots below {limit}, one for each token")
-        torch.ops.kvfolio.append(k, v, keys, self.values[layer], self._step(plan).slot_mapping)
+        self._ops.append(k, v, keys, self.values[layer], self._step(plan).slot_mapping)
 
     def attend(
         self,
@@ -186,7 +187,7 @@ class DeviceStorage:
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
             step.workspaces[window, num_heads] = workspace
             if self._other is None:
-                torch.ops.kvfolio.plan_attention(
+                self._ops.plan_attention(
                     step.seq_lens,
                     step.query_start_loc,
                     workspace,
@@ -201,7 +202,7 @@ class DeviceStorage:
             return self._other.attend(q, keys, values, plan, step, options)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
-        torch.ops.kvfolio.attend(
+        self._ops.attend(
             q,
             keys,
             values,

@@ -37,8 +37,7 @@ __all__ = ["load_cuda", "workspace_bytes"]
 Tensor = torch.Tensor
 
 # Defined here, where no compiler is needed; cuda/ops.cpp adds what CUDA tensors are given to.
-_library: Any = torch.library.Library("kvfolio", "DEF")  # type: ignore[no-untyped-call]
-for schema in (
+SCHEMAS = (
     "append(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor slot_mapping) -> ()",
     "copy_blocks(Tensor(a!)[] storage, Tensor pairs) -> ()",
     "update_table(Tensor(a!) table, Tensor updates) -> ()",
@@ -47,7 +46,9 @@ for schema in (
     "attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse, Tensor workspace, float scale, int window, "
     "float soft_cap, Tensor? alibi_slopes, Tensor? sinks, int max_query_len, int extra) -> ()",
-):
+)
+_library: Any = torch.library.Library("kvfolio", "DEF")  # type: ignore[no-untyped-call]
+for schema in SCHEMAS:
     _library.define(schema)
 
 

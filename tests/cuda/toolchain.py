@@ -17,7 +17,7 @@ NVCC = CUDA_HOME / "bin" / "nvcc"
 BUILT = ROOT / "target" / "cuda-emulator"
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-unknown-pragmas", "-Werror"]
-COMMON = ["g++", "-std=c++20", "-DKVFOLIO_EMULATED", f"-I{HERE}", f"-I{HERE / 'emulator'}"]
+COMMON = ["g++", "-std=c++20", "-fPIC", "-DKVFOLIO_EMULATED", f"-I{HERE}", f"-I{HERE / 'emulator'}"]
 COMMON += ["-isystem", str(CUDA_HOME / "include")]
 # What the kernels are compiled with, and what the emulator is told of it: it is never instrumented itself.
 VARIANTS = {
@@ -85,17 +85,39 @@ def program(
         raise BuildFailed(
             "NVIDIA's headers are not in .cache/cuda: `make .cache/cuda/.installed` fetches them"
         )
-    instrumented, told = VARIANTS[variant]
-    options = [f"-D{define}" for define in defines]
-    options = [*instrumented, *_precompiled(instrumented), *options]
+    instrumented, _ = VARIANTS[variant]
+    options = [*instrumented, *_precompiled(instrumented), *(f"-D{define}" for define in defines)]
     objects = [_compiled(source, options, [headers], "c++", ".o") for source in (main, *kernels)]
-    emulator = sorted((HERE / "emulator").glob("*.cpp"))
-    objects += [_compiled(source, ["-O2", *told], [], "c++", ".o") for source in emulator]
-    digest = hashlib.sha256(" ".join(o.name for o in objects).encode()).hexdigest()[:20]
-    built = BUILT / f"{main.stem}-{variant}-{digest}"
+    return _linked(f"{main.stem}-{variant}", [*objects, *_emulator(variant)], instrumented)
+
+
+def operators(include: list[str], libraries: list[str]) -> Path:
+    """A library of operators over the emulated kernels; torch has its headers and libraries there."""
+    options = [*VARIANTS["plain"][0], *_precompiled(VARIANTS["plain"][0])]
+    kernels = [_compiled(source, options, [SOURCES], "c++", ".o") for source in sorted(SOURCES.glob("*.cu"))]
+    headers = ["-O1", *(word for folder in include for word in ("-isystem", folder))]
+    binding = _compiled(SOURCES / "ops.cpp", headers, [SOURCES], "c++", ".o")
+    link = [
+        "-shared",
+        "-Wl,--no-as-needed",
+        *(f"-L{folder}" for folder in libraries),
+        "-ltorch",
+        "-ltorch_cpu",
+    ]
+    return _linked("operators", [binding, *kernels, *_emulator("plain")], link)
+
+
+def _emulator(variant: str) -> list[Path]:
+    options = ["-O2", *VARIANTS[variant][1]]
+    return [_compiled(s, options, [], "c++", ".o") for s in sorted((HERE / "emulator").glob("*.cpp"))]
+
+
+def _linked(name: str, objects: list[Path], options: list[str]) -> Path:
+    digest = hashlib.sha256(repr(([o.name for o in objects], options)).encode()).hexdigest()[:20]
+    built = BUILT / f"{name}-{digest}"
     if not built.exists():
         unfinished = built.with_suffix(f".{os.getpid()}")
-        run_compiler(["g++", *instrumented, *map(str, objects), "-o", str(unfinished)])
+        run_compiler(["g++", *options, *map(str, objects), "-o", str(unfinished)])
         unfinished.rename(built)
     return built
 

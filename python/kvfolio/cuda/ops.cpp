@@ -11,6 +11,15 @@
 
 #include "kvfolio.h"
 
+// The tests register these for tensors of the CPU, with the kernels run by the emulator.
+#ifdef KVFOLIO_EMULATED
+#define KVFOLIO_NAMESPACE kvfolio_emulated
+#define KVFOLIO_KEY CPU
+#else
+#define KVFOLIO_NAMESPACE kvfolio
+#define KVFOLIO_KEY CUDA
+#endif
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -18,23 +27,25 @@ using torch::stable::Tensor;
 
 // On the tensor's device, in its current stream: a launch.
 template <class Arguments>
-void launch(int (*function)(const Arguments*, void*), const Arguments& arguments, const Tensor& where, const char* name) {
+void launch(int (*function)(const Arguments*, void*), const Arguments& arguments, [[maybe_unused]] const Tensor& where,
+            const char* name) {
+  void* stream = nullptr;
+#ifndef KVFOLIO_EMULATED
   using CurrentStream = int (*)(int32_t, void**);
   // In CUDA builds of torch only, and not in the headers of others.
   static const auto current_stream =
       reinterpret_cast<CurrentStream>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
   STD_TORCH_CHECK(current_stream != nullptr, "kvfolio: this torch was built without CUDA");
   const torch::stable::accelerator::DeviceGuard guard(where.get_device_index());
-  void* stream = nullptr;
   STD_TORCH_CHECK(current_stream(where.get_device_index(), &stream) == 0, "kvfolio: no current CUDA stream");
+#endif
   const int status = function(&arguments, stream);
   STD_TORCH_CHECK(status == 0, "kvfolio::", name, ": ", kvfolio_cuda_error(status));
 }
 
 void check(const Tensor& tensor, const char* name, int64_t dim, const Tensor& like) {
   STD_TORCH_CHECK(tensor.dim() == dim, name, " must have ", dim, " dimensions, not ", tensor.dim());
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
-                  " must be on the device that the others are on");
+  STD_TORCH_CHECK(tensor.device() == like.device(), name, " must be on the device that the others are on");
 }
 
 template <class T>
@@ -217,7 +228,8 @@ void attend(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor seq
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvfolio, CUDA, m) {
+#define KVFOLIO_REGISTER(space, key, m) STABLE_TORCH_LIBRARY_IMPL(space, key, m)  // names as they are by now
+KVFOLIO_REGISTER(KVFOLIO_NAMESPACE, KVFOLIO_KEY, m) {
   m.impl("append", TORCH_BOX(&append));
   m.impl("copy_blocks", TORCH_BOX(&copy_blocks));
   m.impl("update_table", TORCH_BOX(&update_table));
