@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WHEEL := dist/.installed
+PEERS_VENV := .venv-peers
+# The path is seen from benches/.
+PEERS ?= --trace ../../shared/traces/mooncake_conversation_trace.jsonl
 SOURCES := $(shell find rust python/kvfolio -type f -not -name '*.so' -not -path '*/__pycache__/*') \
            Cargo.toml Cargo.lock pyproject.toml README.md
 export VENV
@@ -12,7 +15,8 @@ unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
-.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions wheel format clean
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions bench-peers \
+        wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -55,6 +59,9 @@ sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see b
 bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
 	@$(PYTHON) benches/instructions.py
 
+bench-peers: $(WHEEL) $(PEERS_VENV)/.installed ## Bookkeeping beside vLLM, transformers and plain Python: PEERS="--trace FILE --markdown"
+	@cd benches && OMP_NUM_THREADS=1 ../$(PEERS_VENV)/bin/python -m peers.run $(PEERS)
+
 wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
 
 format: $(VENV)/.dev ## Format all sources
@@ -62,7 +69,7 @@ format: $(VENV)/.dev ## Format all sources
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## Remove what was built, but not .venv
+clean: ## Remove what was built, but not .venv and .venv-peers
 	rm -rf target dist
 
 .PHONY: run-demo
@@ -88,6 +95,16 @@ $(CUDA)/.installed: tests/cuda/requirements.txt | $(VENV)/bin/python
 	@echo "Installing nvcc into $(CUDA): 0.1 GB to download the first time, 0.3 GB on disk."
 	@.ci/pip-install "nvcc" --no-deps --upgrade --target $(CUDA) --requirement $<
 	@ln -sf libcudart.so.13 $(CUDA)/nvidia/cu13/lib/libcudart.so
+	@touch $@
+
+# Opt-in. It sees what .venv has, kvfolio and, if it is there, torch, which then is not downloaded again.
+$(PEERS_VENV)/.installed: benches/peers/requirements.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv --clear $(PEERS_VENV)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > "$$($(PEERS_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/main.pth"
+	@echo "Installing vLLM without its dependencies (340 MB), and torch and transformers (3 GB) unless $(VENV) has them."
+	@VENV=$(PEERS_VENV) .ci/pip-install "vLLM" --no-deps vllm==0.33.0
+	@VENV=$(PEERS_VENV) .ci/pip-install "what it imports" -r benches/peers/requirements.txt
 	@touch $@
 
 $(WHEEL): $(SOURCES) $(VENV)/.dev

@@ -69,20 +69,24 @@ _SPELLINGS = {"bfloat16": "uint16"}  # numpy has no bfloat16 of its own; its bit
 def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[Any]:
     """The same memory as the kernels take it; TypeError or ValueError if it is not fit for them."""
     kind = kind_of(argument, value)
-    if _plain_name(value.dtype) not in (dtype, _SPELLINGS.get(dtype)) or not _is_native(value):
+    name = _plain_name(value.dtype)
+    if (name != dtype and name != _SPELLINGS.get(dtype)) or not (kind == "torch" or value.dtype.isnative):
         raise TypeError(f"{argument} must be of dtype {dtype}, as the cache is, not {value.dtype}")
     if value.ndim != ndim:
         raise ValueError(f"{argument} must have {ndim} dimensions, not shape {tuple(value.shape)}")
     if kind == "torch":
-        value = _tensor_as_numpy(argument, value, bits=dtype == "bfloat16")
+        return _tensor_as_numpy(argument, value, bits=dtype == "bfloat16")
     return value.view(np.uint16) if dtype == "bfloat16" else np.asarray(value)
 
 
 def with_adjacent_rows(view: NDArray[Any]) -> NDArray[Any]:
     """The array itself, or a copy where its last dimension is not contiguous or elements are not aligned."""
+    flags = view.flags
+    if flags.c_contiguous and flags.aligned:
+        return view
     adjacent = view.shape[-1] <= 1 or view.strides[-1] == view.itemsize
     whole = all(stride % view.itemsize == 0 for stride in view.strides)
-    return view if adjacent and whole and view.flags.aligned else np.ascontiguousarray(view)
+    return view if adjacent and whole and flags.aligned else np.ascontiguousarray(view)
 
 
 def empty_like(value: Array, dtype: str) -> tuple[Array, NDArray[Any]]:
@@ -91,7 +95,8 @@ def empty_like(value: Array, dtype: str) -> tuple[Array, NDArray[Any]]:
         out = np.empty(value.shape, value.dtype)
         return out, out.view(np.uint16) if dtype == "bfloat16" else out
     view: NDArray[Any] = np.empty(value.shape, _SPELLINGS.get(dtype, dtype))
-    return sys.modules["torch"].from_numpy(view).view(value.dtype), view
+    out = sys.modules["torch"].from_numpy(view)
+    return out.view(value.dtype) if dtype == "bfloat16" else out, view
 
 
 def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.float32]]:
@@ -110,7 +115,7 @@ def max_threads(value: Array) -> int | None:
 
 @cache
 def _use_threads_of_torch() -> None:
-    """Its OpenMP threads look out for work on all CPUs for a while after each call: ours would be in their way."""
+    """They look out for work on all CPUs for a while after each call: ours would be in their way."""
     if "backend: OpenMP" in sys.modules["torch"].__config__.parallel_info():
         with contextlib.suppress(AttributeError, OSError, TypeError):  # not there under this name
             _native.use_open_mp(open_mp_parallel())

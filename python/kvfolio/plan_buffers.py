@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfolio import _checks, _native
-from kvfolio._native import Batch
+from kvfolio._native import Batch, Plan
 
+_CSR = {"page_indptr", "page_indices"}
 ALIGNMENT = 256  # bytes: what device copies and vector loads like best
 
 
@@ -27,8 +28,8 @@ class Field(NamedTuple):
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-def layout(max_sequences: int, max_tokens: int, max_blocks: int) -> dict[str, Field]:
-    """Every array's place; the block table, by far the largest, is last."""
+def layout(max_sequences: int, max_tokens: int, max_blocks: int, max_pages: int | None) -> dict[str, Field]:
+    """Every array's place; the block table is behind the small ones, its CSR form behind it."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "rows": ("int32", (max_sequences,)),
         "token_ids": ("int32", (max_tokens,)),
@@ -41,6 +42,9 @@ def layout(max_sequences: int, max_tokens: int, max_blocks: int) -> dict[str, Fi
         "logits_indices": ("int64", (max_sequences,)),
         "block_table": ("int32", (max_sequences, max_blocks)),
     }
+    if max_pages is not None:
+        shapes["page_indptr"] = ("int32", (max_sequences + 1,))
+        shapes["page_indices"] = ("int32", (max_pages,))
     fields, offset = {}, 0
     for name, (dtype, shape) in shapes.items():
         fields[name] = Field(offset, dtype, shape)
@@ -66,6 +70,9 @@ class PlanBuffers(_native.PlanBuffers):
         T at most; by default one token a row.
     max_sequences, max_blocks : int, optional
         Rows at most, and blocks of a row; by default as many as the batch can have.
+    max_pages : int, optional
+        Room in `page_indices`, for the table in CSR form that `write_csr` makes; `max_sequences * max_blocks`
+        is always enough. By default there is none.
     memory : uint8 array, optional
         Contiguous, writable, at an address that 8 divides, and not of use for anything else; its size must
         be `num_bytes` at least. By default it is allocated.
@@ -84,6 +91,7 @@ class PlanBuffers(_native.PlanBuffers):
     memory: NDArray[np.uint8]
     fields: dict[str, Field]
     arrays: dict[str, NDArray[Any]]
+    _num_pages: int
 
     def __new__(
         cls,
@@ -92,13 +100,16 @@ class PlanBuffers(_native.PlanBuffers):
         *,
         max_sequences: int | None = None,
         max_blocks: int | None = None,
+        max_pages: int | None = None,
         memory: NDArray[np.uint8] | None = None,
         pad_slot: int = 0,
         pad_seq_len: int = 0,
         pad_last_page_len: int = 1,
     ) -> Self:
         """See the class."""
-        fields = cls.layout_of(batch, max_tokens, max_sequences=max_sequences, max_blocks=max_blocks)
+        fields = cls.layout_of(
+            batch, max_tokens, max_sequences=max_sequences, max_blocks=max_blocks, max_pages=max_pages
+        )
         num_bytes = cls.size_of(fields)
         if memory is None:
             memory = _aligned(num_bytes)
@@ -115,12 +126,15 @@ class PlanBuffers(_native.PlanBuffers):
         buffers = super().__new__(
             cls,
             batch,
-            **arrays,
+            **{name: array for name, array in arrays.items() if name not in _CSR},
             pad_slot=_checks.integer("pad_slot", pad_slot, -1),
             pad_seq_len=_checks.integer("pad_seq_len", pad_seq_len, 0),
             pad_last_page_len=_checks.integer("pad_last_page_len", pad_last_page_len, 0),
         )
         buffers.memory, buffers.fields, buffers.arrays = memory, fields, arrays
+        buffers._num_pages = 0
+        for name in _CSR & arrays.keys():
+            arrays[name].fill(0)
         return buffers
 
     @staticmethod
@@ -130,6 +144,7 @@ class PlanBuffers(_native.PlanBuffers):
         *,
         max_sequences: int | None = None,
         max_blocks: int | None = None,
+        max_pages: int | None = None,
     ) -> dict[str, Field]:
         """Where each array would lie, given the arguments of the class."""
         if not isinstance(batch, Batch):
@@ -144,7 +159,31 @@ class PlanBuffers(_native.PlanBuffers):
             _checks.integer("max_sequences", max_sequences, 1),
             _checks.integer("max_tokens", max_tokens, 1),
             _checks.integer("max_blocks", max_blocks, 1),
+            None if max_pages is None else _checks.integer("max_pages", max_pages, 1),
         )
+
+    def write_csr(self, plan: Plan) -> None:
+        """Write the block table of the plan that is here in CSR form: `page_indptr`, `page_indices`.
+
+        For FlashInfer, whose wrappers want them beside `last_page_len`. Padding rows have no page, and behind
+        the last page there are null blocks. Linear in all blocks; only who calls it pays for it.
+
+        Raises ValueError if the buffers were made without `max_pages`, if that is too small, or if the plan
+        was not written here; then nothing was changed.
+        """
+        indptr, indices = (self.arrays.get(name) for name in ("page_indptr", "page_indices"))
+        if indptr is None or indices is None:
+            raise ValueError("max_pages must have been given to make room for the CSR form")
+        if plan.rows.ctypes.data != self.arrays["rows"].ctypes.data:
+            raise ValueError("plan must be the one that was written into these buffers")
+        num_rows, num_pages = len(plan.rows), len(plan.page_indices)
+        if num_pages > len(indices):
+            raise ValueError(f"max_pages must be at least {num_pages} for this plan, not {len(indices)}")
+        indptr[: num_rows + 1] = plan.page_indptr
+        indptr[num_rows + 1 :] = num_pages
+        indices[:num_pages] = plan.page_indices
+        indices[num_pages : self._num_pages] = 0
+        self._num_pages = num_pages
 
     @staticmethod
     def size_of(fields: dict[str, Field]) -> int:

@@ -34,7 +34,7 @@ class PlanBuffers(_plan_buffers.PlanBuffers):
 
     Parameters
     ----------
-    batch, max_tokens, max_sequences, max_blocks, pad_slot, pad_seq_len, pad_last_page_len
+    batch, max_tokens, max_sequences, max_blocks, max_pages, pad_slot, pad_seq_len, pad_last_page_len
         As in `kvfolio.PlanBuffers`.
     device : str or torch.device
     block_table : bool
@@ -47,6 +47,7 @@ class PlanBuffers(_plan_buffers.PlanBuffers):
     _num_copied: int
     _device_memory: torch.Tensor
     _copied: Any
+    _csr_copied: Any
 
     def __new__(
         cls,
@@ -57,13 +58,16 @@ class PlanBuffers(_plan_buffers.PlanBuffers):
         block_table: bool = True,
         max_sequences: int | None = None,
         max_blocks: int | None = None,
+        max_pages: int | None = None,
         pad_slot: int = 0,
         pad_seq_len: int = 0,
         pad_last_page_len: int = 1,
     ) -> Self:
         """See the class."""
         device = torch.device(device)
-        fields = cls.layout_of(batch, max_tokens, max_sequences=max_sequences, max_blocks=max_blocks)
+        fields = cls.layout_of(
+            batch, max_tokens, max_sequences=max_sequences, max_blocks=max_blocks, max_pages=max_pages
+        )
         num_bytes = cls.size_of(fields)
         staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         buffers = super().__new__(
@@ -72,13 +76,16 @@ class PlanBuffers(_plan_buffers.PlanBuffers):
             max_tokens,
             max_sequences=max_sequences,
             max_blocks=max_blocks,
+            max_pages=max_pages,
             memory=staging.numpy(),
             pad_slot=pad_slot,
             pad_seq_len=pad_seq_len,
             pad_last_page_len=pad_last_page_len,
         )
-        buffers.device, buffers.staging, buffers._copied = device, staging, None
-        buffers._num_copied = num_bytes if block_table else fields["block_table"].offset
+        buffers.device, buffers.staging = device, staging
+        buffers._copied = buffers._csr_copied = None
+        table = fields["block_table"]
+        buffers._num_copied = table.offset + (table.num_bytes if block_table else 0)
         names = [name for name in fields if block_table or name != "block_table"]
         memory = staging if device.type == "cpu" else torch.zeros_like(staging, device=device)
         buffers._device_memory = memory
@@ -102,22 +109,40 @@ class PlanBuffers(_plan_buffers.PlanBuffers):
 
         It waits until the copy of the plan before has been made: that long the staging block is in use.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        _wait(self._copied)
         plan = self.batch.plan(max_tokens, partial, rows=rows, num_tokens=num_tokens, out=self)
         self.copy_to_device()
         return plan
 
     def copy_to_device(self) -> None:
         """Copy the staging block to the device, for who calls `Batch.plan(out=...)` himself."""
+        self._copied = self._copy(0, self._num_copied, self._copied)
+
+    def write_csr(self, plan: Plan) -> None:
+        """As in `kvfolio.PlanBuffers`, and on to the device, by a copy of its own on the current stream."""
+        _wait(self._csr_copied)
+        before = self._num_pages
+        super().write_csr(plan)
+        start, indices = self.fields["page_indptr"].offset, self.fields["page_indices"]
+        stop = indices.offset + 4 * max(before, self._num_pages)
+        self._csr_copied = self._copy(start, stop, self._csr_copied)
+
+    def _copy(self, start: int, stop: int, copied: Any) -> Any:
+        """Copy some bytes; returns the event that tells when they have been."""
         if self.device.type == "cpu":
-            return
-        count = self._num_copied
-        self._device_memory[:count].copy_(self.staging[:count], non_blocking=True)
-        if self.device.type == "cuda":
-            if self._copied is None:
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(self.device))
+            return None
+        self._device_memory[start:stop].copy_(self.staging[start:stop], non_blocking=True)
+        if self.device.type != "cuda":
+            return None
+        if copied is None:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.device))
+        return copied
+
+
+def _wait(copied: Any) -> None:
+    if copied is not None:
+        copied.synchronize()
 
 
 class DeviceTable:

@@ -1,6 +1,7 @@
 """Exports for other libraries' kernels, beside a slow computation from each sequence's own blocks."""
 
 import itertools
+from dataclasses import dataclass
 
 import kvfolio as kv
 import numpy as np
@@ -38,6 +39,25 @@ def test_flash_attention(step):
     assert out["block_table"].strides[1] == 4  # contiguous last dimension
 
 
+def test_flash_attention_3_calls_it_a_page_table(step):
+    plan, _ = step
+    out = exports.flash_attention_3(plan)
+    assert set(out) == {"page_table", "cache_seqlens", "cu_seqlens_q"}
+    assert {str(array.dtype) for array in out.values()} == {"int32"}
+    np.testing.assert_array_equal(out["page_table"], plan.block_table)
+    np.testing.assert_array_equal(out["cache_seqlens"], plan.seq_lens)
+    np.testing.assert_array_equal(out["cu_seqlens_q"], plan.query_start_loc)
+
+
+def test_flash_attention_for_any_number_of_tokens_in_each_row(step):
+    plan, rows = step
+    out = exports.flash_attention_varlen(plan)
+    assert set(out) == {"block_table", "cu_seqlens_q", "cu_seqlens_k"}
+    assert {str(array.dtype) for array in out.values()} == {"int32"}
+    assert out["cu_seqlens_k"].tolist() == [sum(n for _, n in rows[:i]) for i in range(len(rows) + 1)]
+    assert out["cu_seqlens_q"].tolist() == plan.query_start_loc.tolist()
+
+
 def test_flashinfer(step):
     plan, rows = step
     out = exports.flashinfer(plan)
@@ -59,13 +79,17 @@ def test_vllm(step):
     assert out["slot_mapping"].tolist() == expected
 
 
-def test_sglang(step):
+@pytest.mark.parametrize("indices", [np.int32, np.int64])
+def test_sglang(step, indices):
     plan, rows = step
-    out = exports.sglang(plan, BLOCK_SIZE)
-    assert str(out["kv_indptr"].dtype) == str(out["kv_indices"].dtype) == "int32"
+    out = exports.sglang(plan, BLOCK_SIZE, indices=indices)
+    assert out["kv_indptr"].dtype == out["kv_last_page_len"].dtype == np.int32
+    assert out["kv_indices"].dtype == indices
     indptr, indices = out["kv_indptr"].tolist(), out["kv_indices"].tolist()
     assert [indices[a:b] for a, b in itertools.pairwise(indptr)] == [slots(*row) for row in rows]
+    assert out["kv_last_page_len"].tolist() == [1] * len(rows), "a page is a token"
     assert out["out_cache_loc"].dtype == np.int64
+    np.testing.assert_array_equal(out["out_cache_loc"], plan.slot_mapping)
 
 
 @pytest.mark.parametrize("kernel_block_size", [1, 2, 4])
@@ -86,6 +110,27 @@ def test_pages_that_do_not_divide_a_block_are_refused(step):
         exports.expanded_block_table(step[0].block_table, BLOCK_SIZE, 3)
 
 
-def test_slots_that_int32_cannot_hold_are_refused(step):
-    with pytest.raises(OverflowError, match=r"kv_indices must be slots below 2\*\*31"):
-        exports.sglang(step[0], 2**30)
+@dataclass
+class OneBlockARow:
+    """As much of a plan as `exports.sglang` reads."""
+
+    block_table: np.ndarray
+    seq_lens: np.ndarray
+    slot_mapping: np.ndarray
+
+    @classmethod
+    def of(cls, block):
+        return cls(np.array([[1], [block]], np.int32), np.ones(2, np.int32), np.zeros(2, np.int64))
+
+
+def test_slots_that_int32_cannot_hold_are_refused():
+    last = 2**31 // BLOCK_SIZE - 1
+    assert exports.sglang(OneBlockARow.of(last), BLOCK_SIZE)["kv_indices"].tolist() == [4, 4 * last]
+    with pytest.raises(
+        OverflowError, match=rf"kv_indices must be slots below 2\*\*31, not up to {2**31 + 3}"
+    ):
+        exports.sglang(OneBlockARow.of(last + 1), BLOCK_SIZE)
+    wide = exports.sglang(OneBlockARow.of(last + 1), BLOCK_SIZE, indices=np.int64)
+    assert wide["kv_indices"].tolist() == [4, 2**31]
+    with pytest.raises(TypeError, match=r"indices must be numpy.int32 or numpy.int64, not 'int32'"):
+        exports.sglang(OneBlockARow.of(1), BLOCK_SIZE, indices="int32")

@@ -124,6 +124,65 @@ def test_the_csr_form_of_a_plan_in_buffers():
         assert plan.page_indices.tolist() == [1, 2, 3, 4, 5]
 
 
+def test_the_csr_form_is_written_at_fixed_addresses_when_it_is_asked_for():
+    """Beside what each plan has itself; behind it rows of no page, and the null block."""
+    pool, batch, buffers = setup(max_pages=6 * 16)
+    addresses = {name: array.ctypes.data for name, array in buffers.arrays.items()}
+    rng = np.random.default_rng(5)
+    for step in range(80):
+        workload(batch, pool, step, rng)
+        before = buffers.memory[buffers.fields["page_indptr"].offset :].copy()
+        with batch.plan(out=buffers) as plan:
+            np.testing.assert_array_equal(buffers.memory[buffers.fields["page_indptr"].offset :], before)
+            if step % 3 == 1:
+                continue
+            buffers.write_csr(plan)
+            rows, pages = len(plan.rows), len(plan.page_indices)
+            indptr, indices = buffers.arrays["page_indptr"], buffers.arrays["page_indices"]
+            assert indptr.dtype == indices.dtype == np.int32
+            assert indptr[: rows + 1].tolist() == plan.page_indptr.tolist()
+            assert set(indptr[rows + 1 :].tolist()) <= {pages}
+            assert indices[:pages].tolist() == plan.page_indices.tolist() and not indices[pages:].any()
+            lengths = np.diff(indptr)[:rows] - 1
+            assert (lengths * 4 + buffers.arrays["last_page_len"][:rows]).tolist() == plan.seq_lens.tolist()
+    assert addresses == {name: array.ctypes.data for name, array in buffers.arrays.items()}
+
+
+def test_a_csr_form_that_cannot_be_written_changes_nothing():
+    pool, batch, without = setup()
+    small = kv.PlanBuffers(batch, 96, max_pages=4)
+    batch.add(pool.sequence(range(16)))
+    with batch.plan(out=small) as plan:
+        small.write_csr(plan)
+        with pytest.raises(ValueError, match="max_pages must have been given to make room"):
+            without.write_csr(plan)
+    batch.extend([0], [3])
+    before = small.memory[small.fields["page_indptr"].offset :].copy()
+    with (
+        batch.plan(out=small) as plan,
+        pytest.raises(ValueError, match=r"max_pages must be at least 5 .*, not 4"),
+    ):
+        small.write_csr(plan)
+    batch.extend([0], [3])
+    large = kv.PlanBuffers(batch, 96, max_pages=5)
+    with (
+        batch.plan() as plan,
+        pytest.raises(ValueError, match="plan must be the one that was written into these"),
+    ):
+        large.write_csr(plan)
+    np.testing.assert_array_equal(small.memory[small.fields["page_indptr"].offset :], before)
+    assert not large.arrays["page_indptr"].any() and not large.arrays["page_indices"].any()
+    with pytest.raises(ValueError, match="max_pages must be at least 1, not 0"):
+        kv.PlanBuffers(batch, max_pages=0)
+
+
+def test_memory_that_held_something_else_has_no_pages_until_they_are_written():
+    _, batch, _ = setup()
+    size = kv.PlanBuffers(batch, max_pages=9).num_bytes
+    buffers = kv.PlanBuffers(batch, max_pages=9, memory=np.full(size, 7, np.uint8))
+    assert not buffers.arrays["page_indptr"].any() and not buffers.arrays["page_indices"].any()
+
+
 def test_memory_is_the_callers_own():
     pool = kv.BlockPool(8, 4)
     batch = batch_of(pool, 2, 8)

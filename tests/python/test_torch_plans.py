@@ -45,6 +45,54 @@ def test_one_copy_brings_a_plan_to_the_device_and_the_table_may_stay_behind():
         assert buffers.tensors["token_ids"].tolist() == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("block_table", [True, False])
+def test_the_csr_form_follows_the_table_to_the_device(block_table):
+    """On a device that is no CPU by a copy of its own, so that plans without it are as cheap as before."""
+    pool = kv.BlockPool(64, 4)
+    batch = batch_of(pool, 4)
+    buffers = kvt.PlanBuffers(batch, 16, max_pages=9, block_table=block_table)
+    assert buffers.tensors["page_indices"].shape == (9,) and "block_table" in buffers.fields
+    batch.add(pool.sequence(range(9)))
+    batch.add(pool.sequence(range(50, 54)))
+    plan = buffers.plan()
+    buffers.write_csr(plan)
+    assert buffers.tensors["page_indptr"].tolist() == [0, 3, 4, 4, 4]
+    assert buffers.tensors["page_indices"].tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 0]
+    plan.commit()
+    elsewhere = kvt.PlanBuffers(batch, 16, device=DEVICES[1], max_pages=9, block_table=block_table)
+    copies = []
+    memory = elsewhere._device_memory
+    elsewhere._device_memory = Watched(memory, copies)
+    batch.extend([0], [3])
+    plan = elsewhere.plan()
+    elsewhere.write_csr(plan)
+    plan.commit()
+    table, indptr, indices = (elsewhere.fields[n] for n in ("block_table", "page_indptr", "page_indices"))
+    assert copies == [
+        (0, table.offset + table.num_bytes * block_table),
+        (indptr.offset, indices.offset + 4 * 3),
+    ]
+    if DEVICES[1] == "cuda":
+        assert elsewhere.tensors["page_indptr"].tolist() == [0, 3, 3, 3, 3]
+    batch.preempt(0)
+    batch.extend([1], [3])
+    plan = elsewhere.plan()
+    elsewhere.write_csr(plan)
+    plan.commit()
+    assert copies[-1] == (indptr.offset, indices.offset + 4 * 3), "what was there before is blanked, too"
+
+
+class Watched:
+    """Device memory that tells which bytes are copied to it."""
+
+    def __init__(self, memory, copies):
+        self.memory, self.copies = memory, copies
+
+    def __getitem__(self, place):
+        self.copies.append((place.start or 0, place.stop))
+        return self.memory[place]
+
+
 @pytest.mark.parametrize("device", [device for device in DEVICES if device != "meta"])
 def test_a_device_table_holds_every_plans_table(device):
     pool = kv.BlockPool(60, 2)

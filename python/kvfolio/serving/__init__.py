@@ -5,8 +5,12 @@
     for event in engine.stream(request):
         print(event.text, end="", flush=True)
 
-It is also the model of how to use the rest of the package: whoever writes a loop of their own begins by
-reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+The engine is also the model of how to use the rest of the package: whoever writes a loop of their own begins
+by reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+
+    result = beam_search(model, prompts, num_beams=4, max_tokens=64)
+
+finds the likeliest answers, with beams that share blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ except ImportError as error:  # pragma: no cover
         "kvfolio.serving needs torch and transformers: pip install 'kvfolio[serving]'"
     ) from error
 
+from .beam_search import BeamSearchResult, beam_search
 from .engine import Engine
 from .errors import RequestRefused, UnsupportedModel
 from .figures import Distribution, EngineStats, RequestFigures
+from .hypotheses import Beam
 from .reference import Comparison, compare_with_generate
 from .request import Answer, Event, FinishReason, Request
 from .sampling import SamplingParams
 
 __all__ = [
     "Answer",
+    "Beam",
+    "BeamSearchResult",
     "Comparison",
     "Distribution",
     "Engine",
@@ -39,5 +47,6 @@ __all__ = [
     "RequestRefused",
     "SamplingParams",
     "UnsupportedModel",
+    "beam_search",
     "compare_with_generate",
 ]

@@ -9,7 +9,9 @@ use std::num::NonZeroUsize;
 use half::{bf16, f16};
 use kvfolio::kernels::{self, Element, KernelError, PagedView, PagedViewMut, Scoring, Step, TokenView};
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
-use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods, dtype};
+use numpy::{
+    PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods, dtype,
+};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -232,7 +234,7 @@ fn memory<E: NumpyElement, const N: usize>(
 ) -> PyResult<Memory<E, N>> {
     let expected = dtype::<E::Bits>(array.py());
     let found = array.dtype();
-    if !found.as_any().eq(expected.as_any())? {
+    if !found.is_equiv_to(&expected) {
         return Err(PyTypeError::new_err(format!("{name} must be of dtype {expected}, not {found}")));
     }
     let (Ok(shape), Ok(bytes)) =

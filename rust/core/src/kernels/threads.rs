@@ -196,3 +196,46 @@ pub(crate) fn for_each(items: usize, share: bool, work: impl Fn(usize) + Sync) {
         None => take_turns(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A runtime whose threads begin and end with the call.
+    unsafe extern "C" fn parallel(
+        function: extern "C" fn(*mut c_void),
+        data: *mut c_void,
+        threads: c_uint,
+        _flags: c_uint,
+    ) {
+        let data = data as usize;
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(move || function(data as *mut c_void));
+            }
+            function(data as *mut c_void);
+        });
+    }
+
+    #[test]
+    fn a_runtime_s_threads_all_take_part() {
+        let count = AtomicUsize::new(0);
+        on_open_mp_threads(parallel, 3, &|| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(count.into_inner(), 3);
+    }
+
+    #[test]
+    fn a_panic_on_a_runtime_s_thread_goes_on_in_the_caller() {
+        let (caller, count) = (thread::current().id(), AtomicUsize::new(0));
+        let panicked = panic::catch_unwind(|| {
+            on_open_mp_threads(parallel, 3, &|| {
+                count.fetch_add(1, Ordering::Relaxed);
+                assert_eq!(thread::current().id(), caller, "a helper");
+            });
+        });
+        assert!(panicked.is_err());
+        assert_eq!(count.into_inner(), 3, "the others went on");
+    }
+}
