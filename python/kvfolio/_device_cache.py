@@ -15,6 +15,8 @@ from kvfolio import _arrays, _other_kernels, ops
 from kvfolio._native import Plan
 
 HEAD_DIMS = (64, 128, 256)
+SHARED_KIB = {128: 52, 256: 70, 512: 138, 1024: 145}
+"""Shared memory of a thread block, by bytes of a head (docs/cuda.md)."""
 BLOCKS_OF_SM = 3
 """Thread blocks of decode that run at once on a multiprocessor (docs/cuda.md)."""
 
@@ -87,6 +89,17 @@ def check_storage(named: Sequence[tuple[str, Any]], shape: tuple[int, int]) -> N
             raise ValueError(f"{name} must begin at a multiple of 16 bytes")
 
 
+def check_room(properties: Any, head_dim: int, dtype: str) -> None:
+    """ValueError if a GPU has too little shared memory for these heads."""
+    needed = SHARED_KIB[head_dim * _arrays.ITEM_SIZES[dtype]]
+    there = properties.shared_memory_per_block_optin // 1024
+    if there < needed:
+        raise ValueError(
+            f"head_dim {head_dim} in {dtype} needs {needed} KiB of shared memory a thread block; "
+            f"{properties.name} has {there}"
+        )
+
+
 class DeviceStorage:
     """K and V of every layer as tensors of one device.
 
@@ -113,8 +126,10 @@ class DeviceStorage:
             if self._other is None and head_dim not in HEAD_DIMS:
                 raise ValueError(f"head_dim must be 64, 128 or 256 on {self.device}, not {head_dim}")
             ops.load_cuda()
-            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self._extra = max(1, multiprocessors * BLOCKS_OF_SM // keys[0].shape[2])
+            properties = torch.cuda.get_device_properties(self.device)
+            if self._other is None:
+                check_room(properties, head_dim, dtype)
+            self._extra = max(1, properties.multi_processor_count * BLOCKS_OF_SM // keys[0].shape[2])
 
     def view(self, argument: str, value: Any, ndim: int) -> torch.Tensor:
         """A tensor that fits the storage; TypeError or ValueError if it does not."""

@@ -170,6 +170,15 @@ class TestBadInput:
             _device_cache.check_storage([("keys[0]", whole), ("values[0]", change(whole))], (5, 4))
 
 
+def test_a_gpu_of_too_little_shared_memory_is_refused():
+    small = types.SimpleNamespace(name="a small GPU", shared_memory_per_block_optin=99 << 10)
+    _device_cache.check_room(small, 128, "bfloat16")
+    _device_cache.check_room(small, 64, "float32")
+    for head_dim, dtype in ((256, "float16"), (128, "float32")):
+        with pytest.raises(ValueError, match=r"needs 138 KiB .* a small GPU has 99"):
+            _device_cache.check_room(small, head_dim, dtype)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so(monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
