@@ -87,13 +87,6 @@ def test_sanitizers_are_silent(runner, variant, dtype, schedule):
     assert [header[1:3].tolist() for header in headers] == [[1, 5], [1, 9]], "one merge in each list"
 
 
-@pytest.mark.parametrize("variant", ["asan", "tsan"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sanitizers_are_silent_at_large_heads(runner, variant, dtype):
-    step = Step([(200, 1), (70, 35)], (4, 1), 256, dtype)
-    assert_close(step, *step.run(runner(variant), order="shuffled", landing="either")[:2])
-
-
 @pytest.mark.parametrize("names", [c for n in range(6) for c in itertools.combinations(OPTIONS, n)])
 def test_options_work_alone_and_in_every_combination(runner, names):
     number = sum(2**i for i, name in enumerate(OPTIONS) if name in names)

@@ -28,8 +28,7 @@ struct __align__(16) Place {
   int64_t k, v;
 };
 
-// Gives what became of a row, with its sink, to its place in the output.
-template <class T>
+// The logarithm of a row's denominator, with its sink: natural, where all else is to base 2.
 __device__ __forceinline__ void write_lse(const kvfolio_attention& a, int64_t token, int head, float largest, float sum) {
   if (a.lse == nullptr) return;
   if (a.sinks != nullptr) {
@@ -264,7 +263,7 @@ class Attention {
     const float share = weight > 0 ? 1 / denominator(a, head, most, weight) : 0;
     store4<T>(reinterpret_cast<T*>(at(a.out.data, token * a.out.token_stride + head * a.out.head_stride)) + dim,
               sum.x * share, sum.y * share, sum.z * share, sum.w * share);
-    if (dim == 0) write_lse<T>(a, token, head, most, weight);
+    if (dim == 0) write_lse(a, token, head, most, weight);
   }
 
   const kvfolio_attention& a;
@@ -325,7 +324,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ kvfo
       }
       store4<T>(out + dim, sum.x, sum.y, sum.z, sum.w);
     }
-    if (lane == 0) write_lse<T>(a, token, head, most, weight);
+    if (lane == 0) write_lse(a, token, head, most, weight);
   }
 }
 
