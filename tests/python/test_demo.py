@@ -147,6 +147,27 @@ def test_the_tables_hold_every_figure(
         assert any(character.isdigit() for character in shown[name]), name
 
 
+@pytest.mark.parametrize("loop", [{"run_ahead": 1}, {"speculate": True}])
+def test_the_loop_may_run_ahead_or_speculate(
+    tiny: module.DemoOptions,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loop: dict[str, Any],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert module.run_demo(dataclasses.replace(tiny, **loop)) == 0
+    shown = rows(capsys.readouterr().out)
+    assert shown["greedy answers equal to generate"].startswith(f"{GREEDY} of {GREEDY} ")
+    if "run_ahead" in loop:
+        assert (shown["steps in flight"], shown["drafts"]) == ("up to 1 ahead, 0 slots wasted", "none")
+    else:
+        accepted, drafted = map(int, shown["drafts"].split(" accepted")[0].split(" of "))
+        assert 0 < accepted < drafted
+        assert shown["drafts"].endswith(
+            f"({accepted / drafted:.1%}), by PromptLookup(num_draft_tokens=4, max_ngram=3, min_ngram=1)"
+        )
+
+
 def test_an_answer_that_is_not_the_models_own_fails_the_demo(
     tiny: module.DemoOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +194,7 @@ def test_an_answer_that_is_not_the_models_own_fails_the_demo(
         ({"num_blocks": 1}, "--num-blocks must be at least"),
         ({"max_sequences": 20, "max_tokens_per_step": 3}, "--max-tokens-per-step must be at least"),
         ({"max_tokens": 100_000}, "--max-tokens must be at most"),
+        ({"speculate": True, "run_ahead": 1}, "--run-ahead must be 0 with --speculate, not 1"),
     ],
 )
 def test_options_that_cannot_be_are_said_in_a_sentence(

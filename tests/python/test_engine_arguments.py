@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tiny_models  # noqa: E402
-from kvfolio.serving import Engine, SamplingParams  # noqa: E402
+from kvfolio.serving import Engine, PromptLookup, SamplingParams  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,15 @@ def test_parameters_may_be_numbers_of_numpy_and_are_kept_as_plain_ones() -> None
         ({"max_tokens_per_step": 2.0}, TypeError, "max_tokens_per_step must be an integer, not float"),
         ({"max_tokens_per_sequence": "9"}, TypeError, "max_tokens_per_sequence must be an integer, not str"),
         ({"tokenizer": object()}, TypeError, "tokenizer must have a method decode, which object has not"),
+        ({"run_ahead": -1}, ValueError, "run_ahead must be at least 0, not -1"),
+        ({"run_ahead": True}, TypeError, "run_ahead must be an integer, not bool"),
+        ({"run_ahead": 1.0}, TypeError, "run_ahead must be an integer, not float"),
+        ({"speculation": 4}, TypeError, "speculation must have a method propose, which int has not"),
+        (
+            {"speculation": PromptLookup(), "run_ahead": 2},
+            ValueError,
+            "run_ahead must be 0 with speculation, not 2: a draft goes on from the last token",
+        ),
     ],
 )
 def test_engine_options_are_refused_by_name(

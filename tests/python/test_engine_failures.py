@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tiny_models  # noqa: E402
+from engine_helpers import Letters, assert_nothing_held, expected_answer, run, tokens_of  # noqa: E402
 from kvfolio.serving import Engine, Event, FinishReason, Request, SamplingParams  # noqa: E402
-from kvfolio.serving import engine as engine_module  # noqa: E402
+from kvfolio.serving import flight as flight_module  # noqa: E402
 from tiny_models import random_prompt  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
+POISON = tiny_models.VOCABULARY - 1
 PARAMS = {"max_tokens": 6, "temperature": 1.2, "seed": 5}
 
 
@@ -22,38 +25,23 @@ def model() -> PreTrainedModel:
     return tiny_models.llama()
 
 
-class Letters:
-    """Token 1 is "b", and so on. Raises `error` at the call that `fails_at` counts down to."""
-
-    def __init__(self) -> None:
-        self.error: type[BaseException] = ValueError
-        self.fails_at = -1
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise self.error("letters")
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
-
-
 def make_engine(model: PreTrainedModel, **changes: Any) -> Engine:
     options = {"num_blocks": 64, "block_size": 4, "max_sequences": 6, "max_tokens_per_step": 32}
     return Engine(model, **{**options, **changes})
 
 
-def run(engine: Engine) -> None:
-    """Like `engine.run()`, but without end only where the test would wait for ever."""
-    for _ in range(60):
-        if not engine.has_work:
-            break
-        engine.step()
-    engine.pool.audit()
-    assert engine.pool.num_free == engine.pool.num_blocks
-    assert not engine.has_work
+@pytest.fixture
+def poisoned(model: PreTrainedModel) -> Iterator[list[type[BaseException]]]:
+    """The model raises what the list holds as long as the step has the poison among its tokens."""
+    raised: list[type[BaseException]] = []
 
+    def refuse(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        if raised and bool((kwargs["input_ids"] == POISON).any()):
+            raise raised[0]("poison")
 
-def tokens_of(request: Request) -> list[list[int]]:
-    return [answer.token_ids for answer in request.answers]
+    handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    yield raised
+    handle.remove()
 
 
 def submit_all(engine: Engine) -> list[Request]:
@@ -135,7 +123,7 @@ def test_a_draw_that_does_not_count_moves_no_generator(
     error: type[BaseException],
     call: int,
 ) -> None:
-    draw, calls = engine_module.sample, [0]
+    draw, calls = flight_module.sample, [0]
 
     def fail_once(*arguments: Any) -> int:
         token = draw(*arguments)
@@ -144,7 +132,7 @@ def test_a_draw_that_does_not_count_moves_no_generator(
             raise error
         return token
 
-    monkeypatch.setattr(engine_module, "sample", fail_once)
+    monkeypatch.setattr(flight_module, "sample", fail_once)
     engine = make_engine(model)
     requests = submit_all(engine)
     if error is KeyboardInterrupt:
@@ -161,11 +149,11 @@ def test_an_interrupt_in_the_second_half_keeps_the_tokens_of_the_first(
     requests = submit_all(engine)
     forward, raised = engine.model.forward, [RuntimeError, None, KeyboardInterrupt]
 
-    def fail(plan: Any, cache: Any) -> Any:
+    def fail(plan: Any, cache: Any, **options: Any) -> Any:
         error = raised.pop(0) if raised else None
         if error is not None:
             raise error
-        return forward(plan, cache)
+        return forward(plan, cache, **options)
 
     monkeypatch.setattr(engine.model, "forward", fail)
     with pytest.raises(KeyboardInterrupt):
@@ -254,3 +242,106 @@ def test_an_interrupt_in_a_callback_drops_no_other_event(model: PreTrainedModel)
     run(engine)
     for request in requests:
         assert [event for event in got if event.request is request] == request.events
+
+
+def test_a_failing_request_takes_nobody_with_it_and_loses_no_block(
+    model: PreTrainedModel, poisoned: list[type[BaseException]]
+) -> None:
+    prompts = [random_prompt(7 + i, seed=60 + i) for i in range(4)]
+    prompts[2] = [*prompts[2][:5], POISON, *prompts[2][5:]]
+    expected = [expected_answer(model, prompt, 6) for prompt in prompts]
+    assert not any(POISON in answer for answer in expected)
+    poisoned.append(RuntimeError)
+    engine = make_engine(model, max_tokens_per_step=64)
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts]
+    events = engine.step()
+    assert engine.stats().failed_steps == 3, "of four rows, then two, then the one"
+    assert [event.request for event in events if event.finish_reason == FinishReason.ERROR] == [requests[2]]
+    engine.run()
+    for request, answer in zip(requests, expected, strict=True):
+        if request is not requests[2]:
+            assert tokens_of(request) == [answer]
+    assert isinstance(requests[2].error, RuntimeError)
+    assert tokens_of(requests[2]) == [[]]
+    with pytest.raises(RuntimeError, match="poison"):
+        list(engine.stream(requests[2]))
+    assert_nothing_held(engine)
+
+
+def test_a_family_that_fails_is_not_tried_again_by_its_other_samples(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_prompt(7 + i, seed=65 + i) for i in range(3)]
+    expected = [expected_answer(model, prompt, 6) for prompt in prompts]
+    engine = make_engine(model)
+    family = engine.submit(prompts[0], SamplingParams(max_tokens=6, n=2, temperature=1.0, seed=3))
+    others = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts[1:]]
+    engine.step()
+    rows = {work.row for work in engine._schedule.running if work.answer.request is family}
+    assert len(rows) == 2
+    forward = engine.model.forward
+
+    def refuse(plan: Any, cache: Any, **options: Any) -> Any:
+        if rows & set(plan.rows.tolist()):
+            raise RuntimeError("family")
+        return forward(plan, cache, **options)
+
+    monkeypatch.setattr(engine.model, "forward", refuse)
+    engine.step()
+    assert [answer.finish_reason for answer in family.answers] == [FinishReason.ERROR] * 2
+    engine.run()
+    assert [tokens_of(other)[0] for other in others] == expected[1:]
+    assert_nothing_held(engine)
+
+
+def test_an_interrupt_in_the_model_goes_through_and_the_next_step_goes_on(
+    model: PreTrainedModel, poisoned: list[type[BaseException]]
+) -> None:
+    prompt = [*random_prompt(9, seed=70), POISON, 3]
+    expected = expected_answer(model, prompt, 5)
+    engine = make_engine(model)
+    request = engine.submit(prompt, SamplingParams(max_tokens=5))
+    poisoned.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.pool.audit()
+    poisoned.clear()
+    engine.run()
+    assert tokens_of(request) == [expected]
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failing_draw_ends_its_request_only(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    draw = flight_module.sample
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=5, temperature=1.0, seed=1, n=n)
+    bad, good = engine.submit([1, 2, 3], params), engine.submit([4, 5], SamplingParams(max_tokens=5))
+
+    def fail_second_sample(logits: Any, of: SamplingParams, generator: Any) -> int:
+        if of is params and generator.initial_seed() == bad.answers[-1].seed:
+            raise FloatingPointError
+        return draw(logits, of, generator)
+
+    monkeypatch.setattr(flight_module, "sample", fail_second_sample)
+    engine.run()
+    assert isinstance(bad.error, FloatingPointError)
+    assert {answer.finish_reason for answer in bad.answers} == {FinishReason.ERROR}
+    assert tokens_of(good) == [expected_answer(model, [4, 5], 5)]
+    assert_nothing_held(engine)
+
+
+def test_a_failing_callback_ends_its_request_only(model: PreTrainedModel) -> None:
+    def complain(_event: Any) -> None:
+        raise ZeroDivisionError
+
+    engine = make_engine(model)
+    bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=5), on_token=complain)
+    good = engine.submit([4, 5], SamplingParams(max_tokens=5))
+    engine.run()
+    assert isinstance(bad.error, ZeroDivisionError)
+    assert good.error is None
+    assert len(tokens_of(good)[0]) == 5
+    assert_nothing_held(engine)

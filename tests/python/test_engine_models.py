@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import kvfolio as kv
+import numpy as np
 import tiny_models
 import torch
 import transformers
@@ -111,3 +113,25 @@ def test_positions_whose_rotation_depends_on_the_batch_are_not_used() -> None:
     }
     engine = Engine(tiny_models.llama(rope_parameters=rope), num_blocks=64, block_size=4)
     assert engine.max_tokens_per_sequence == 64
+
+
+def test_logits_can_be_asked_for_elsewhere_and_token_ids_told_late() -> None:
+    """As drafts and run-ahead want it; by default they are the plan's own."""
+    model = PagedModel(tiny_models.llama())
+    pool = kv.BlockPool(8, 4)
+    cache, batch = model.make_cache(pool), kv.Batch(pool, max_sequences=2, max_tokens_per_sequence=16)
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    for prompt in prompts:
+        batch.add(pool.sequence(prompt, read_cache=False, write_cache=False))
+    with batch.plan() as plan:
+        default = model.forward(plan, cache)
+        everywhere = model.forward(plan, cache, logits_indices=np.arange(7))
+        torch.testing.assert_close(everywhere[plan.logits_indices.copy()], default)
+        nowhere = model.forward(plan, cache, logits_indices=np.empty(0, np.int64))
+        assert nowhere.shape == (0, tiny_models.VOCABULARY)
+        other = plan.token_ids.copy()
+        other[6] = 9
+        changed = model.forward(plan, cache, token_ids=other, logits_indices=np.arange(7))
+    torch.testing.assert_close(changed[:6], everywhere[:6])
+    whole = model._model(torch.tensor([[6, 9]])).logits[0]
+    torch.testing.assert_close(changed[5:], whole)

@@ -357,3 +357,48 @@ fn arrays_stay_as_they_are_and_csr_says_the_same() {
         assert_eq!(&copy(arrays), copied);
     }
 }
+
+/// What follows from the rows alone is kept from plan to plan, so it has to change when they do.
+#[test]
+fn plans_name_the_rows_of_their_own_step() {
+    let (pool, batch) = setup(64, 4);
+    let steps = |expected: &[i32]| {
+        // Arrays of several plans are used in turn.
+        for _ in 0..5 {
+            let plan = plan(&batch);
+            let (arrays, n) = (plan.arrays(), expected.len() as i32);
+            assert_eq!((arrays.rows(), arrays.logits_rows()), (expected, expected));
+            assert_eq!(arrays.query_start_loc(), (0..=n).collect::<Vec<_>>());
+            assert_eq!(arrays.logits_indices(), (0..i64::from(n)).collect::<Vec<_>>());
+            let before = arrays.positions().iter().zip(arrays.seq_lens());
+            assert!(before.clone().all(|(position, seq_len)| position + 1 == i64::from(*seq_len)));
+            assert_eq!(arrays.max_seq_len() as i32, *arrays.seq_lens().iter().max().unwrap());
+            plan.commit(None).unwrap();
+            plan.extend(&vec![7; expected.len()]).unwrap();
+        }
+    };
+    let add = |first| {
+        let sequence = sequence(&pool, &[first]);
+        batch.add(&sequence).unwrap();
+        sequence
+    };
+    let [_a, b, _c] = [add(1), add(2), add(3)];
+    steps(&[0, 1, 2]);
+    batch.remove(1).unwrap();
+    steps(&[0, 2]);
+    batch.add(&b).unwrap();
+    steps(&[0, 2, 1]);
+    let _d = add(4);
+    steps(&[0, 2, 1, 3]);
+    // A row that has nothing to plan does not take part.
+    let plan = plan(&batch);
+    plan.commit(None).unwrap();
+    batch.extend(&[0, 1, 3], &[8, 8, 8]).unwrap();
+    let some = batch.plan(&PlanRequest::default()).unwrap();
+    assert_eq!(some.arrays().rows(), [0, 1, 3]);
+    some.commit(None).unwrap();
+    batch.extend(&[2, 1, 3], &[8, 8, 8]).unwrap();
+    let others = batch.plan(&PlanRequest::default()).unwrap();
+    assert_eq!(others.arrays().rows(), [2, 1, 3]);
+    others.commit(None).unwrap();
+}

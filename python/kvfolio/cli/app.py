@@ -52,6 +52,10 @@ def demo(
     dtype: Annotated[
         str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and cache.")
     ] = "float32",
+    run_ahead: Annotated[int, typer.Option(min=0, help="Steps that are launched before the last ended.")] = 0,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Guess tokens by looking them up in prompt and answer.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option(help="Compare each greedy answer with the model's own `generate`.")
     ] = True,
@@ -74,6 +78,8 @@ def demo(
         max_sequences=max_sequences,
         max_tokens_per_step=max_tokens_per_step,
         dtype=dtype,
+        run_ahead=run_ahead,
+        speculate=speculate,
         verify=verify,
     )
     raise typer.Exit(run_demo(options))

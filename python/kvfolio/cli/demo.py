@@ -16,7 +16,14 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 import kvfolio as kv
-from kvfolio.serving import Comparison, Engine, Request, SamplingParams, compare_with_generate
+from kvfolio.serving import (
+    Comparison,
+    Engine,
+    PromptLookup,
+    Request,
+    SamplingParams,
+    compare_with_generate,
+)
 
 from .demo_prompts import PROMPTS, DemoPrompt
 from .demo_report import make_report, show
@@ -40,6 +47,8 @@ class DemoOptions:
     max_tokens_per_step: int
     dtype: str
     verify: bool
+    run_ahead: int = 0
+    speculate: bool = False
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -84,6 +93,11 @@ def _check(options: DemoOptions) -> None:
         raise ValueError(
             f"--max-tokens-per-step must be at least --max-sequences, which is {options.max_sequences}, "
             f"not {options.max_tokens_per_step}"
+        )
+    if options.speculate and options.run_ahead:
+        raise ValueError(
+            f"--run-ahead must be 0 with --speculate, not {options.run_ahead}: a draft goes on from the last "
+            "token, which a step that runs ahead is planned without"
         )
 
 
@@ -132,6 +146,8 @@ def _make_engine(
         max_tokens_per_sequence=longest,
         reserve_blocks=0,  # a careful engine would keep some free; this one is to show what happens
         tokenizer=tokenizer,
+        run_ahead=options.run_ahead,
+        speculation=PromptLookup() if options.speculate else None,
     )
 
 

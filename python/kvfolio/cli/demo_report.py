@@ -55,6 +55,8 @@ class RunRecord:
     max_sequences: int
     max_tokens_per_step: int
     max_tokens_per_sequence: int
+    run_ahead: int
+    speculation: str | None  # the drafter
     prompt_lengths: Distribution
     answer_lengths: Distribution
     peak_concurrency: int
@@ -119,6 +121,8 @@ def make_report(
             max_sequences=engine.max_sequences,
             max_tokens_per_step=engine.max_tokens_per_step,
             max_tokens_per_sequence=engine.max_tokens_per_sequence,
+            run_ahead=engine.run_ahead,
+            speculation=None if engine.speculation is None else repr(engine.speculation),
             prompt_lengths=Distribution.of(figure.prompt_tokens for figure in figures),
             answer_lengths=Distribution.of(len(answer.token_ids) for answer in answers),
             peak_concurrency=engine.stats().peak_running,
@@ -205,7 +209,13 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ),
         ("copies, merges", f"{stats.pool['copies']}, {stats.pool['merges']}"),
         ("preemptions", str(stats.preemptions)),
-        ("steps", f"{stats.steps}, {stats.computed_tokens} tokens computed"),
+        (
+            "steps",
+            f"{stats.steps}, {stats.computed_tokens} tokens computed; {stats.tokens_per_step:.2f} came "
+            "out of each",
+        ),
+        ("steps in flight", f"up to {record.run_ahead} ahead, {stats.wasted_slots} slots wasted"),
+        ("drafts", _drafts(stats, record)),
         ("time to first token", _spread(report.time_to_first_token)),
         ("time per output token", _spread(report.time_per_output_token)),
         (
@@ -214,6 +224,15 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ),
         ("greedy answers equal to generate", equal),
     ]
+
+
+def _drafts(stats: EngineStats, record: RunRecord) -> str:
+    if record.speculation is None:
+        return "none"
+    return (
+        f"{stats.accepted_tokens} of {stats.drafted_tokens} accepted ({stats.acceptance_rate:.1%}), "
+        f"by {record.speculation}"
+    )
 
 
 def _record(record: RunRecord) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@
         print(event.text, end="", flush=True)
 
 The engine is also the model of how to use the rest of the package: whoever writes a loop of their own begins
-by reading `engine.py`, and `hf_model.py` for how a model comes to write and read the cache.
+by reading `engine.py`, `flight.py` for one step of it, and `hf_model.py` for how a model comes to write and
+read the cache.
 
     result = beam_search(model, prompts, num_beams=4, max_tokens=64)
 
@@ -28,9 +29,11 @@ from .engine import Engine
 from .errors import RequestRefused, UnsupportedModel
 from .figures import Distribution, EngineStats, RequestFigures
 from .hypotheses import Beam
+from .prompt_lookup import PromptLookup
 from .reference import Comparison, compare_with_generate
 from .request import Answer, Event, FinishReason, Request
 from .sampling import SamplingParams
+from .speculation import Drafter
 
 __all__ = [
     "Answer",
@@ -38,10 +41,12 @@ __all__ = [
     "BeamSearchResult",
     "Comparison",
     "Distribution",
+    "Drafter",
     "Engine",
     "EngineStats",
     "Event",
     "FinishReason",
+    "PromptLookup",
     "Request",
     "RequestFigures",
     "RequestRefused",

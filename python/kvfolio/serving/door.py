@@ -7,6 +7,7 @@ from kvfolio import _checks
 
 from .errors import RequestRefused
 from .sampling import SamplingParams
+from .speculation import Drafter
 from .text import Tokenizer
 from .token_ids import token_ids
 
@@ -20,6 +21,21 @@ def check_step(max_sequences: object, max_tokens_per_step: object) -> tuple[int,
             f"max_sequences must be from 1 to max_tokens_per_step, which is {tokens}, not {rows}"
         )
     return rows, tokens
+
+
+def check_loop(run_ahead: object, speculation: Drafter | None) -> tuple[int, Drafter | None]:
+    """How many steps run ahead, and who guesses tokens, if anybody does."""
+    steps = _checks.integer("run_ahead", run_ahead, 0)
+    if speculation is None:
+        return steps, None
+    if not callable(getattr(speculation, "propose", None)):
+        raise TypeError(f"speculation must have a method propose, which {type(speculation).__name__} has not")
+    if steps:
+        raise ValueError(
+            f"run_ahead must be 0 with speculation, not {steps}: a draft goes on from the last token, which "
+            "a step that runs ahead is planned without"
+        )
+    return steps, speculation
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer | None:

@@ -3,59 +3,45 @@
 One step, whole:
 
     admit      waiting requests, oldest first, while the pool has room for all that is still to be computed
-    make room  while the step does not fit, the youngest gives its blocks back and waits in front of the queue
-    plan       everybody's next token, then pieces of the prompts, up to `max_tokens_per_step`
-    compute    the model writes and reads KV by the plan, tokens are drawn; the plan commits
-    take       fork for `n` samples, the token of each row whose prompt is done, stop conditions
+    run ahead  who gets a token from a step in flight gets a place for it
+    make room  while the step does not fit, end those in flight; then the youngest gives its blocks back and
+               waits in front of the queue
+    draft      guess how answers go on, if there is a drafter
+    fly        plan everybody's next token, then pieces of the prompts, up to `max_tokens_per_step`; the
+               model writes and reads KV by the plan, tokens are drawn (`flight.py`)
+    land       end the oldest step in flight if there are more than `run_ahead`: commit, fork for `n`
+               samples, give each answer its tokens, stop conditions
 
-Who is older never waits for who is younger: the waiting queue and the running list are both ordered by age,
-and the youngest gives way. So the oldest always goes on, and since every request fits the pool alone
-(others are refused at the door), all of them end.
+With `run_ahead=0` a step lands in the call that launched it. With more, the model computes the next ones
+meanwhile, in a thread of its own. Who is older never waits for who is younger (`schedule.py`), so the oldest
+always goes on, and since every request fits the pool alone (others are refused at the door), all of them end.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, Self
 
-import torch
 from transformers import PreTrainedModel
 
 import kvfolio as kv
 from kvfolio import _checks
 
-from .door import check_request, check_step, check_tokenizer, longest_sequence
+from .door import check_loop, check_request, check_step, check_tokenizer, longest_sequence
 from .figures import EngineStats, Meter
+from .flight import Flight, InThisThread
 from .hf_model import PagedModel
 from .request import Answer, Event, FinishReason, Request
-from .sampling import MAX_SEED, SamplingParams, sample
+from .sampling import MAX_SEED, SamplingParams
+from .schedule import Schedule, Work, new_generator
+from .speculation import Drafter, propose
 from .text import TextStream, Tokenizer
 from .token_ids import TokenIds
-
-
-@dataclass(eq=False)
-class _Work:
-    """What the engine keeps of an answer that waits or runs."""
-
-    answer: Answer
-    sequence: kv.Sequence
-    generator: torch.Generator
-    to_fork: list[Answer]  # the other samples of a prompt that is not computed yet
-    row: int = -1  # in the batch, while it runs
-    cache_was_asked: bool = False  # since it was admitted
-
-
-class _Drawn(NamedTuple):
-    """A token for an answer, and the generator as it is after the draw."""
-
-    token_id: int
-    generator: torch.Generator
 
 
 class Engine:
@@ -72,6 +58,11 @@ class Engine:
     `reserve_blocks`: stay free at admissions while anything runs, so that the running ones can grow for a
     while before somebody has to give way; by default a twentieth of the pool.
     `tokenizer`: for texts and stop strings; without one there are token ids only.
+    `run_ahead`: how many steps may be computed while the tokens of the one before are not looked at yet. An
+    answer that turns out to have ended costs its place in that many steps. Above 0 the model is at work in
+    another thread between two calls, until `has_work` is False or `with` is left: use it for nothing else.
+    `speculation`: guesses how answers go on (see `Drafter`); what was right comes out of one step together.
+    It needs the tokens that run_ahead does not wait for, so ValueError for both.
     """
 
     def __init__(
@@ -86,6 +77,8 @@ class Engine:
         reserve_blocks: int | None = None,
         prefix_cache: bool = True,
         tokenizer: Tokenizer | None = None,
+        run_ahead: int = 0,
+        speculation: Drafter | None = None,
     ) -> None:
         num_blocks = _checks.integer("num_blocks", num_blocks, 1)
         block_size = _checks.integer("block_size", block_size, 1)
@@ -94,6 +87,7 @@ class Engine:
         self.reserve_blocks = _checks.integer("reserve_blocks", reserve_blocks, 0)
         self.max_sequences, self.max_tokens_per_step = check_step(max_sequences, max_tokens_per_step)
         self.tokenizer = check_tokenizer(tokenizer)
+        self.run_ahead, self.speculation = check_loop(run_ahead, speculation)
         self.model = PagedModel(model)
         self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
         self.max_tokens_per_sequence = longest_sequence(
@@ -103,10 +97,11 @@ class Engine:
         self._batch = kv.Batch(
             self.pool, max_sequences=self.max_sequences, max_tokens_per_sequence=self.max_tokens_per_sequence
         )
-        self._work: dict[Answer, _Work] = {}  # of all who wait or run
-        self._waiting: deque[_Work] = deque()  # oldest first, as is the next
-        self._running: list[_Work] = []
-        self._drawn: dict[Answer, _Drawn] = {}  # not taken yet; void where the plan was rolled back
+        self._schedule = Schedule(self._batch, reserve_blocks=self.reserve_blocks)
+        self._flights: deque[Flight] = deque()  # oldest first; they land in this order
+        # Its thread ends with the engine.
+        self._executor: Executor = ThreadPoolExecutor(1, "kvfolio-step") if self.run_ahead else InThisThread()
+        self._must_roll_back = False  # a launch or a rollback was interrupted
         self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
         reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
@@ -114,7 +109,7 @@ class Engine:
 
     def __repr__(self) -> str:
         return (
-            f"<Engine: {len(self._running)} running, {len(self._waiting)} waiting, "
+            f"<Engine: {len(self._schedule.running)} running, {len(self._schedule.waiting)} waiting, "
             f"{self.pool.num_free}/{self.pool.num_blocks} blocks of {self.pool.block_size} free>"
         )
 
@@ -124,8 +119,10 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for answer in list(self._work):
+        for answer in self._schedule.answers:
             self.cancel(answer.request)
+        while self._flights:
+            self._land()
         self._deliver()
 
     # Requests
@@ -179,8 +176,7 @@ class Engine:
         leader, *others = request.answers
         sequence = self.pool.sequence(prompt, context=context)
         self._num_submitted += 1
-        self._work[leader] = _Work(leader, sequence, _generator(leader), others)
-        self._waiting.append(self._work[leader])
+        self._schedule.enqueue(Work(leader, sequence, new_generator(leader), others))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -217,165 +213,232 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits, or an event is not delivered yet (see `submit`, `step`)."""
-        return bool(self._running or self._waiting or self._undelivered)
+        """Whether anything runs, waits or is in flight, or an event is not delivered yet (see `submit`)."""
+        return bool(self._schedule.running or self._schedule.waiting or self._flights or self._undelivered)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        return self._meter.read(self.pool, running=len(self._running), waiting=len(self._waiting))
+        schedule = self._schedule
+        return self._meter.read(self.pool, running=len(schedule.running), waiting=len(schedule.waiting))
 
     # One step
 
     def step(self) -> list[Event]:
-        """Compute one step for all that fit; returns the events since the last one, tokens and ends.
+        """Launch a step and land the one that is due; returns the events since the last call.
 
-        If the model or a draw raises, the plan is rolled back and its rows are tried again in halves, until
-        each row that fails by itself is found. Their requests end with `Request.error`, as do those whose
-        text or callback raises; the others have computed what they would have. What is no Exception, such
-        as a keyboard interrupt, goes through: a plan that it comes upon is rolled back, tokens of one that
-        stands are kept, and the next step goes on from there.
+        Events are tokens and ends. If the model or a draw raises, all plans in flight are rolled back and the
+        rows of the first are tried again in halves, until each row that fails by itself is found. Their
+        requests end with `Request.error`, as do those whose text, callback or drafts raise; the others have
+        computed what they would have. What is no Exception, such as a keyboard interrupt, goes through: plans
+        that it comes upon are rolled back, tokens of those that stand are kept, and the next call goes on
+        from there.
         """
         began = time.perf_counter()
-        self._take_tokens()  # of a step that was interrupted
+        self._resume()
         self._admit()
+        self._extend_ahead()
         self._make_room()
-        if self._running:
-            self._compute(self._batch.plan(self.max_tokens_per_step, rows=self._rows()))
-            self._meter.steps += 1
-            self._meter.look(self.pool, [work.sequence for work in self._running])
-            self._take_tokens()
+        drafts = self._draft()
+        rows = self._rows()
+        if rows:
+            self._fly(drafts, max_tokens=self.max_tokens_per_step, rows=rows)
+        if self._flights and (not rows or len(self._flights) > self.run_ahead):
+            self._land()
         events = self._deliver()
         self._meter.busy_time += time.perf_counter() - began
         return events
 
-    def _rows(self) -> list[int]:
-        """In what order they share the step's tokens: who decodes goes first, so that no prompt stops it."""
-        return [work.row for work in sorted(self._running, key=lambda work: work.sequence.num_pending > 1)]
+    def _resume(self) -> None:
+        """Bring to its end what an interrupt left undone."""
+        if self._flights and self._flights[0].has_committed:
+            self._land()
+        if self._must_roll_back:
+            self._roll_back()
+        while len(self._flights) > self.run_ahead:
+            self._land()
+        if not self._flights:
+            for work in self._schedule.running:
+                work.cut_to_known()
 
     def _admit(self) -> None:
-        # A prompt takes its blocks piece by piece, so what the running ones have yet to take is spoken for;
-        # so are the rows of samples that are not forked yet.
-        promised = sum(self.pool.blocks_needed(work.sequence) for work in self._running)
-        rows = sum(1 + len(work.to_fork) for work in self._running)
-        while self._waiting:
-            work = self._waiting[0]
-            needed, rows_needed = self.pool.blocks_needed(work.sequence), 1 + len(work.to_fork)
-            reserve = self.reserve_blocks if self._running else 0
-            if promised + needed + reserve > self.pool.num_free or rows + rows_needed > self.max_sequences:
-                break
-            self._waiting.popleft()
-            self._start(work)
-            work.cache_was_asked = False
-            promised += self.pool.blocks_needed(work.sequence)  # less than before: it holds its hits now
-            rows += rows_needed
-            if work.answer.request.admitted_at is None:
-                work.answer.request.admitted_at = time.perf_counter()
-        if not self._running and self._waiting:  # somebody else has the blocks: it could wait for ever
-            work = self._waiting[0]
+        self._schedule.admit()
+        if self._schedule.waiting and not (self._schedule.running or self._flights):
+            work = self._schedule.waiting[0]  # somebody else has the blocks: it could wait for ever
             self._fail(work.answer, self._out_of_blocks(self.pool.blocks_needed(work.sequence)))
 
-    def _start(self, work: _Work) -> None:
-        work.row = self._batch.add(work.sequence)
-        insort(self._running, work, key=lambda work: work.answer.age)
+    def _extend_ahead(self) -> None:
+        """Make a place for each token that a step in flight draws, so that the next one can be planned.
+
+        Who is left out is drained: a prompt whose samples cannot be forked before its step has ended, and an
+        answer that gets its last token.
+        """
+        rows = []
+        for work in self._schedule.running:
+            num_drawn = sum(work in flight.draws for flight in self._flights)
+            has_place = work.sequence.num_tokens == work.num_known + num_drawn
+            if num_drawn < work.num_to_come and not (has_place or work.to_fork):
+                rows.append(work.row)
+        self._batch.extend_unknown(rows)
 
     def _make_room(self) -> None:
-        if not self._running:
-            return
+        running = self._schedule.running
         while missing := self._batch.shortfall(self.max_tokens_per_step, rows=self._rows()):
-            youngest = self._running[-1]
-            if len(self._running) == 1:
-                self._fail(youngest.answer, self._out_of_blocks(self.pool.num_free + missing))
-                return
-            self._preempt(youngest)
+            if self._flights:
+                self._land()  # blocks come free with it, and perhaps somebody ends
+            elif len(running) == 1:
+                self._fail(running[0].answer, self._out_of_blocks(self.pool.num_free + missing))
+            else:
+                self._schedule.preempt()
+                self._meter.preemptions += 1
 
-    def _preempt(self, work: _Work) -> None:
-        self._batch.preempt(work.row)
-        work.answer.num_preemptions += 1
-        self._meter.preemptions += 1
-        self._running.remove(work)
-        self._waiting.appendleft(work)  # it is younger than who runs, older than who waits
+    def _draft(self) -> dict[Work, list[int]]:
+        """Put drafts behind the rows that decode, in what room the known tokens leave.
 
-    def _compute(self, plan: kv.Plan) -> None:
-        """Run the model on a plan and draw its tokens, in parts if that fails."""
-        running = {work.row: work for work in self._running}
-        works = [running[row] for row in plan.rows.tolist()]
+        They are a bet: no known token waits for them, and nobody gives way to them.
+        """
+        drafts: dict[Work, list[int]] = {}
+        if self.speculation is None:
+            return drafts
+        room = self.max_tokens_per_step - sum(work.sequence.num_pending for work in self._schedule.running)
+        for work in list(self._schedule.running):
+            if work.answer in self._schedule and (own := self._propose(self.speculation, work, room)):
+                drafts[work] = own
+                room -= len(own)
+        drafts = {work: own for work, own in drafts.items() if work.answer in self._schedule}
+        for work, own in drafts.items():
+            work.sequence.extend(own)
+        while drafts and self._batch.shortfall(self.max_tokens_per_step, rows=self._rows()):
+            work, _ = drafts.popitem()
+            work.cut_to_known()
+        return drafts
+
+    def _propose(self, drafter: Drafter, work: Work, room: int) -> list[int]:
         try:
-            with plan:
-                logits = self.model.forward(plan, self.cache)
-                self._draw([running[row] for row in plan.logits_rows.tolist()], logits)
+            return propose(drafter, work, room=room, vocabulary_size=self.model.vocabulary_size)
         except Exception as error:
-            self._meter.failed_steps += 1
-            counts = (plan.query_start_loc[1:] - plan.query_start_loc[:-1]).tolist()
-            if len(works) == 1:
-                self._fail(works[0].answer, error)
-                return
-            half = len(works) // 2
-            for part in (slice(half), slice(half, None)):
-                self._compute_some(works[part], counts[part])
-            return
-        self._meter.computed_tokens += plan.num_tokens
-        for work in works:
-            self._settle(work)
+            self._fail(work.answer, error)
+            return []
 
-    def _compute_some(self, works: list[_Work], counts: list[int]) -> None:
-        """Some rows of a failed plan again, so many tokens of each."""
-        alive = [
-            (work.row, count)
-            for work, count in zip(works, counts, strict=True)
-            if not work.answer.is_finished
-        ]  # others have ended with a sample of the same request
-        if alive:
-            rows, counts = map(list, zip(*alive, strict=True))
-            self._compute(self._batch.plan(rows=rows, num_tokens=counts))
+    def _rows(self) -> list[int]:
+        """Who has tokens to plan, in the order in which they share the step's.
 
-    def _draw(self, works: list[_Work], logits: torch.Tensor) -> None:
-        """A token for each row of `logits`, [m, vocabulary], and for each sample to be forked from it.
-
-        It comes before the commit, and the generators move on after it: a draw that does not count is as if
-        it had not been.
+        Who decodes goes first, so that no prompt stops it; where there are drafts, there is room for all.
         """
-        for work, row_logits in zip(works, logits, strict=True):
-            generators = {work.answer: work.generator.clone_state()}
-            generators |= {answer: _generator(answer) for answer in work.to_fork}
-            for answer, generator in generators.items():
-                self._drawn[answer] = _Drawn(sample(row_logits, answer.request.params, generator), generator)
+        works = [
+            (work.sequence.num_pending - self._num_in_flight(work), work) for work in self._schedule.running
+        ]
+        decoding = [work.row for count, work in works if count == 1]
+        return decoding + [work.row for count, work in works if count > 1]
 
-    def _take_tokens(self) -> None:
-        """Give each answer what was drawn for it, if that was committed; then the row has nothing pending.
+    def _num_in_flight(self, work: Work) -> int:
+        return sum(flight.counts.get(work, 0) for flight in self._flights if not flight.has_committed)
 
-        A token is forgotten only after it was taken, so that an interrupt loses none.
-        """
-        while self._drawn:
-            answer, drawn = next(iter(self._drawn.items()))
-            work = self._work.get(answer)
-            if work is not None and work.sequence.num_pending == 0:
-                self._fork(work)
-                self._take_token(work, drawn)
-            del self._drawn[answer]
-
-    def _take_token(self, work: _Work, drawn: _Drawn) -> None:
-        answer = work.answer
+    def _fly(self, drafts: Mapping[Work, list[int]], **request: Any) -> None:
+        """Plan and launch a step. If it is interrupted, `_resume` rolls it back, with those before it."""
+        self._must_roll_back, plan = True, None
         try:
-            event = answer._take(drawn.token_id, time.perf_counter())
+            plan = self._batch.plan(**request)
+            works = {work.row: work for work in self._schedule.running}
+            self._flights.append(Flight(plan, works, drafts=drafts, earlier=self._flights))
+            self._flights[-1].launch(self._executor, self.model, self.cache)
+        except BaseException as error:
+            if plan is not None and not (self._flights and self._flights[-1].plan is plan):
+                plan.__exit__(type(error), error, None)  # it is rolled back when its turn comes
+            raise
+        self._must_roll_back = False
+
+    def _land(self) -> None:
+        """End the oldest flight, which then has left the queue; an interrupt on the way loses no token."""
+        flight = self._flights[0]
+        if not flight.has_committed:
+            error = flight.wait()
+            if error is not None:
+                self._abort(flight, error)
+                return
+            flight.commit()
+        if not flight.has_settled:
+            self._settle(flight)
+            flight.has_settled = True
+        while flight.untaken:
+            answer, place, token_id = flight.untaken[0]
+            if answer in self._schedule:  # else it has ended
+                if len(answer.token_ids) == place:
+                    self._take_token(answer, token_id)
+                elif answer.is_finished:  # an interrupt came between its last token and its end
+                    self._let_go(answer)
+            flight.untaken.popleft()
+        self._flights.popleft()
+
+    def _settle(self, flight: Flight) -> None:
+        """What follows from a commit: figures, forks, a token behind each row that has one."""
+        schedule, drawn = self._schedule, flight.drawn
+        for work, count in flight.counts.items():
+            if work.answer in schedule:
+                work.note_commit(self.model.layout.sliding_window)
+            else:
+                self._meter.wasted_slots += count
+        self._meter.computed_tokens += flight.plan.num_tokens
+        self._meter.drafted_tokens += flight.num_drafts
+        self._meter.accepted_tokens += flight.num_accepted_drafts
+        self._meter.look(
+            self.pool, [work.sequence.num_computed + self._num_in_flight(work) for work in schedule.running]
+        )
+        for work in flight.draws:
+            if work.answer in schedule:
+                self._meter.forks += schedule.fork(work)
+        flight.plan.extend([drawn[work.answer].token_ids[-1] for work in flight.draws])
+        for answer, (token_ids, generator) in drawn.items():
+            owner = schedule.work_of(answer)
+            if owner is not None:
+                owner.generator = generator
+                if owner.sequence.num_pending == 0:  # it was forked before there was a token
+                    self._batch.extend([owner.row], token_ids)
+
+    def _abort(self, failed: Flight, error: BaseException) -> None:
+        """Roll all flights back; of the one that failed, try the rows again in halves."""
+        self._roll_back()
+        if not isinstance(error, Exception):
+            raise error
+        self._meter.failed_steps += 1
+        rows = list(failed.counts.items())
+        half = len(rows) // 2
+        if failed.num_drafts:
+            parts = [rows]  # without drafts, which may have been why
+        elif half:
+            parts = [rows[:half], rows[half:]]
+        else:
+            parts = []
+            if rows[0][0].answer in self._schedule:
+                self._fail(rows[0][0].answer, error)
+        for part in parts:
+            alive = [(work.row, count) for work, count in part if work.answer in self._schedule]
+            if alive:  # others have ended, perhaps with a sample of the same request
+                numbers, counts = map(list, zip(*alive, strict=True))
+                self._fly({}, rows=numbers, num_tokens=counts)
+                self._land()
+
+    def _roll_back(self) -> None:
+        """All flights; of their rows, the known tokens remain."""
+        self._must_roll_back = True
+        for flight in self._flights:
+            flight.call_off()
+        wait([self._executor.submit(int)])  # whatever was launched, it has ended now
+        while self._flights:
+            self._flights.popleft().plan.rollback()
+        for work in self._schedule.running:
+            work.cut_to_known()
+        self._must_roll_back = False
+
+    def _take_token(self, answer: Answer, token_id: int) -> None:
+        try:
+            event = answer._take(token_id, time.perf_counter())
         except Exception as error:
             self._fail(answer, error)
             return
-        work.generator = drawn.generator
         self._meter.output_tokens += 1
         self._emit(event)
         if answer.is_finished:
             self._let_go(answer)
-        else:
-            self._batch.extend([work.row], [drawn.token_id])
-
-    def _fork(self, leader: _Work) -> None:
-        """Make the other samples of a prompt that has just been computed; their rows were kept free."""
-        samples, leader.to_fork = leader.to_fork, []
-        for answer in samples:
-            work = _Work(answer, leader.sequence.fork(), _generator(answer), [], cache_was_asked=True)
-            self._work[answer] = work
-            self._start(work)
-        self._meter.forks += len(samples)
 
     def _emit(self, event: Event) -> None:
         event.request.events.append(event)
@@ -413,15 +476,7 @@ class Engine:
         self._emit(answer._rest())
 
     def _let_go(self, answer: Answer) -> None:
-        """A finished answer holds nothing."""
-        work = self._work.pop(answer, None)
-        if work is not None:  # else it is a sample that ends before the fork
-            if work in self._running:
-                self._batch.remove(work.row)
-                self._running.remove(work)
-            else:
-                self._waiting.remove(work)
-            work.sequence.free()
+        self._schedule.let_go(answer)
         if answer.request.is_finished:
             self._meter.finished_requests += 1
 
@@ -431,21 +486,5 @@ class Engine:
         if request._engine is not self:
             raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
 
-    def _settle(self, work: _Work) -> None:
-        """What follows from a commit."""
-        request, sequence, window = work.answer.request, work.sequence, self.model.layout.sliding_window
-        if not work.cache_was_asked:  # now, since a first plan looks again for what others have published
-            work.cache_was_asked = True
-            if request.cached_tokens is None:
-                request.cached_tokens = sequence.num_cached
-            else:
-                request.recovered_tokens += sequence.num_cached
-        if window is not None:  # the next token sees itself and the window - 1 before it
-            sequence.discard_before(max(0, sequence.num_computed + 1 - window))
-
     def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)
-
-
-def _generator(answer: Answer) -> torch.Generator:
-    return torch.Generator().manual_seed(answer.seed)

@@ -42,11 +42,13 @@ class RequestFigures:
 class EngineStats:
     """Counters since the engine was made; blocks are sampled once a step, with its KV in place.
 
-    `computed_tokens` went through the model, `output_tokens` came out of it. `busy_time` is the seconds
-    spent in `step`, so `throughput` is output tokens per second of work. `empty_share`: slots that are held
-    but empty, as a share of all held slots, over all steps. `mean_reserved_blocks`, `peak_reserved_blocks`:
-    what the running sequences would have held if each had been given contiguous room for the longest
-    sequence allowed.
+    `steps` are those whose plans were committed. `computed_tokens` went through the model, `output_tokens`
+    came out of it. Of the first, `wasted_slots` were for answers that had ended before their step did (see
+    run_ahead), and `drafted_tokens` were guesses, of which `accepted_tokens` were right (see speculation).
+    `busy_time` is the seconds spent in `step`, so `throughput` is output tokens per second of work.
+    `empty_share`: slots that are held but empty, as a share of all held slots, over all steps.
+    `mean_reserved_blocks`, `peak_reserved_blocks`: what the running sequences would have held if each had
+    been given contiguous room for the longest sequence allowed.
     """
 
     steps: int
@@ -56,6 +58,11 @@ class EngineStats:
     finished_requests: int
     computed_tokens: int
     output_tokens: int
+    tokens_per_step: float  # of output_tokens, all answers together
+    wasted_slots: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float  # of drafted_tokens; 0 if there were none
     preemptions: int
     forks: int
     peak_running: int
@@ -78,6 +85,9 @@ class Meter:
     finished_requests: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    wasted_slots: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     forks: int = 0
     busy_time: float = 0.0
@@ -90,10 +100,14 @@ class Meter:
     # How many blocks a reservation at maximum length is.
     blocks_per_reservation: int = field(default=0, kw_only=True)
 
-    def look(self, pool: kv.BlockPool, running: Iterable[kv.Sequence]) -> None:
-        """Sample the pool; call it where no two of `running` share a partial block."""
-        layouts = [kv.block_layout(sequence.num_computed, pool.block_size) for sequence in running]
+    def look(self, pool: kv.BlockPool, lengths: Iterable[int]) -> None:
+        """A step was committed: sample the pool, and how many tokens of each running sequence have slots.
+
+        Call it where no two of them share a partial block.
+        """
+        layouts = [kv.block_layout(length, pool.block_size) for length in lengths]
         held, reserved = pool.num_referenced, len(layouts) * self.blocks_per_reservation
+        self.steps += 1
         self.held_blocks += held
         self.reserved_blocks += reserved
         self.empty_slots += sum(empty for _, empty in layouts)
@@ -113,6 +127,11 @@ class Meter:
             finished_requests=self.finished_requests,
             computed_tokens=self.computed_tokens,
             output_tokens=self.output_tokens,
+            tokens_per_step=self.output_tokens / looks,
+            wasted_slots=self.wasted_slots,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            acceptance_rate=self.accepted_tokens / max(self.drafted_tokens, 1),
             preemptions=self.preemptions,
             forks=self.forks,
             peak_running=self.peak_running,

@@ -17,7 +17,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 import kvfolio as kv
@@ -156,8 +158,18 @@ class PagedModel:
             array="torch",
         )
 
-    def forward(self, plan: kv.Plan, cache: kv.KVCache) -> torch.Tensor:
+    def forward(
+        self,
+        plan: kv.Plan,
+        cache: kv.KVCache,
+        *,
+        token_ids: NDArray[np.integer[Any]] | None = None,
+        logits_indices: NDArray[np.integer[Any]] | None = None,
+    ) -> torch.Tensor:
         """Compute the plan's tokens; returns the logits of `plan.logits_rows`, float32 [m, vocabulary].
+
+        `token_ids`: instead of `plan.token_ids`, [T], where the plan was made before all of them were known.
+        `logits_indices`: instead of `plan.logits_indices`, [m], where more places than those are looked at.
 
         Raises FloatingPointError if they are no numbers, or what the last layer caches is none: such a plan
         must not be committed, since others would find its blocks by their tokens.
@@ -184,9 +196,13 @@ class PagedModel:
         device = self.layout.device
         logits = self._run(
             attend,
-            torch.tensor(plan.token_ids, dtype=torch.long, device=device),
+            torch.tensor(plan.token_ids if token_ids is None else token_ids, dtype=torch.long, device=device),
             torch.tensor(plan.positions, dtype=torch.long, device=device),
-            torch.tensor(plan.logits_indices, dtype=torch.long, device=device),
+            torch.tensor(
+                plan.logits_indices if logits_indices is None else logits_indices,
+                dtype=torch.long,
+                device=device,
+            ),
         )
         # The greatest is NaN if any is; what a model masks is minus infinity, and no matter.
         if not (finite and bool(logits.amax(dim=-1).isfinite().all())):
