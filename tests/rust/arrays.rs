@@ -89,7 +89,7 @@ impl World {
     }
 
     fn add_new(&mut self) {
-        let tokens: Vec<_> = (0..1 + self.random.below(20)).map(|_| self.random.token()).collect();
+        let tokens: Vec<_> = (0..=self.random.below(20)).map(|_| self.random.token()).collect();
         let sequence = self.pool.sequence(&tokens, &Context::default(), true, true).unwrap();
         self.add(sequence, tokens, 0);
     }
@@ -199,7 +199,8 @@ impl World {
         }
     }
 
-    /// Two plans in flight, the second with tokens that the first has yet to sample.
+    /// Two plans in flight, the second with tokens that the first has yet to sample, or had not when they were
+    /// appended.
     fn run_ahead(&mut self) {
         let first = self.plan(&PlanRequest::default());
         let sampling: Vec<_> = first.arrays().logits_rows().iter().map(|row| *row as usize).collect();
@@ -207,8 +208,14 @@ impl World {
         for row in &sampling {
             self.rows.get_mut(row).unwrap().tokens.push(UNKNOWN_TOKEN);
         }
+        let told_before = self.random.below(3) == 0;
+        if told_before {
+            self.extend(&first);
+        }
         let second = self.plan(&PlanRequest::default());
-        self.extend(&first);
+        if !told_before {
+            self.extend(&first);
+        }
         first.commit(None).unwrap();
         second.commit(None).unwrap();
         self.extend(&second);
