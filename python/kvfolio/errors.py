@@ -59,3 +59,19 @@ class CorruptPool(KVFolioError):
 
 class CopiesNotApplied(KVFolioError, RuntimeError):
     """A plan's copy-on-write is still to be done; what was asked for would come out wrong without it."""
+
+
+class CudaUnavailable(KVFolioError, RuntimeError):
+    """The CUDA kernels can be neither loaded nor built.
+
+    `missing` says for want of what, `reason` how that was found, `remedy` how to get it.
+    """
+
+    def __init__(self, missing: str, reason: str, remedy: str) -> None:
+        super().__init__(missing, reason, remedy)
+        self.missing = missing
+        self.reason = reason
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"the CUDA kernels need {self.missing}: {self.reason}. To get it: {self.remedy}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from kvfolio import _arrays, _checks, _native
 from kvfolio._arrays import Array
 from kvfolio._native import BlockPool, Plan
 from kvfolio.errors import CopiesNotApplied, StaleHandle
+
+if TYPE_CHECKING:
+    from kvfolio import _device_cache
 
 
 class KVCache:
@@ -44,14 +47,19 @@ class KVCache:
     dtype : str or dtype
         float32, float16 or bfloat16.
     device : str or torch.device
-        "cpu".
+        "cpu" or "cuda", by number or not. There everything is queued on the current stream, and heads have
+        64, 128 or 256 elements. The first use on a machine builds the kernels (`kvfolio.ops.load_cuda`).
     array : {"numpy", "torch"}
-        What `keys` and `values` are made of.
+        What `keys` and `values` are made of; tensors where the device is no CPU.
+    backend : {"kvfolio", "flashinfer", "flash_attn"}
+        On a GPU, whose attention to call.
 
     Raises
     ------
     TypeError, ValueError
         An argument is of the wrong type, too small, or names what is not supported.
+    CudaUnavailable, ImportError
+        What the device or the backend needs is not there.
     MemoryError
         The system refuses the memory. It is claimed here but supplied by the page, when that is first
         written.
@@ -67,19 +75,27 @@ class KVCache:
         dtype: Any = "float32",
         device: Any = "cpu",
         array: Literal["numpy", "torch"] = "numpy",
+        backend: Literal["kvfolio", "flashinfer", "flash_attn"] = "kvfolio",
     ) -> None:
         num_blocks, block_size = _pool_shape(pool)
         num_layers = _checks.integer("num_layers", num_layers, 1)
         num_kv_heads = _checks.integer("num_kv_heads", num_kv_heads, 1)
         head_dim = _checks.integer("head_dim", head_dim, 1)
         name = _arrays.dtype_name("dtype", dtype)
-        if str(device) != "cpu":
-            raise ValueError(
-                f"device must be 'cpu', the only one that is supported so far, not {str(device)!r}"
-            )
+        kind = str(device).partition(":")[0]
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}")
         if array not in ("numpy", "torch"):
             raise ValueError(f"array must be 'numpy' or 'torch', not {array!r}")
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if kind == "cuda":
+            from kvfolio import _device_cache
+
+            keys, values, storage = _device_cache.allocate(shape, name, device, num_layers, backend)
+            self._adopt(pool, keys, values, name, storage)
+            return
+        if backend != "kvfolio":
+            raise ValueError(f"backend must be 'kvfolio' on the cpu, not {backend!r}")
         keys = tuple(_arrays.zeros(shape, name, array) for _ in range(num_layers))
         values = tuple(_arrays.zeros(shape, name, array) for _ in range(num_layers))
         self._adopt(pool, keys, values, name)
@@ -112,6 +128,13 @@ class KVCache:
         named = [(f"keys[{i}]", key) for i, key in enumerate(keys)]
         named += [(f"values[{i}]", value) for i, value in enumerate(values)]
         dtype = _arrays.stored_dtype(*named[0])
+        if any(_arrays.is_tensor(array) and not array.is_cpu for _, array in named):
+            from kvfolio import _device_cache
+
+            _device_cache.check_storage(named, shape)
+            cache = cls.__new__(cls)
+            cache._adopt(pool, keys, values, dtype, _device_cache.DeviceStorage(keys, values, dtype))
+            return cache
         views = [_arrays.kernel_view(name, array, dtype, 4) for name, array in named]
         whole = (*shape, *views[0].shape[2:])
         for (name, _), view in zip(named, views, strict=True):
@@ -125,10 +148,20 @@ class KVCache:
         cache._adopt(pool, keys, values, dtype)
         return cache
 
-    def _adopt(self, pool: BlockPool, keys: tuple[Array, ...], values: tuple[Array, ...], dtype: str) -> None:
+    def _adopt(
+        self,
+        pool: BlockPool,
+        keys: tuple[Array, ...],
+        values: tuple[Array, ...],
+        dtype: str,
+        storage: _device_cache.DeviceStorage | None = None,
+    ) -> None:
         self._pool, self._keys, self._values, self._dtype = pool, keys, values, dtype
-        self._key_views = [_arrays.kernel_view("keys", key, dtype, 4) for key in keys]
-        self._value_views = [_arrays.kernel_view("values", value, dtype, 4) for value in values]
+        self._storage = storage  # None on the CPU
+        if storage is None:
+            keys = tuple(_arrays.kernel_view("keys", key, dtype, 4) for key in keys)
+            values = tuple(_arrays.kernel_view("values", value, dtype, 4) for value in values)
+        self._key_views, self._value_views = list(keys), list(values)
         self._copied: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     @property
@@ -174,7 +207,7 @@ class KVCache:
     @property
     def device(self) -> str:
         """Where the storage is."""
-        return "cpu"
+        return "cpu" if self._storage is None else str(self._storage.device)
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +237,10 @@ class KVCache:
         if plan in self._copied:
             return
         copies = _plan_array(plan, "copies", np.int32, 2)
-        _native.copy_blocks(self._dtype, self._key_views + self._value_views, copies)
+        if self._storage is not None:
+            self._storage.copy_blocks(plan, copies, self._pool.num_physical_blocks)
+        else:
+            _native.copy_blocks(self._dtype, self._key_views + self._value_views, copies)
         self._copied.add(plan)
 
     def write(self, layer: int, k: Array, v: Array, plan: Plan) -> None:
@@ -237,6 +273,9 @@ class KVCache:
                 f"the plan has {len(copies)} block copies to be done before its K and V are written: "
                 "call apply_copies(plan) first"
             )
+        if self._storage is not None:
+            self._storage.write(layer, keys, values, plan)
+            return
         views = self._key_views[layer], self._value_views[layer]
         slots = np.ascontiguousarray(slots)
         _native.write_kv(self._dtype, keys, values, *views, slots, max_threads=_arrays.max_threads(k))
@@ -338,6 +377,12 @@ class KVCache:
         num_tokens, num_heads, head_dim = queries.shape
         if sliding_window is not None:
             sliding_window = min(_checks.integer("sliding_window", sliding_window, 1), 2**31)
+        scale = head_dim**-0.5 if scale is None else _checks.number("scale", scale)
+        logit_softcap = None if logit_softcap is None else _checks.number("logit_softcap", logit_softcap)
+        if self._storage is not None:
+            options = (scale, sliding_window, logit_softcap, alibi_slopes, sinks)
+            result = self._storage.attend(layer, queries, plan, *options)
+            return result if return_lse else result[0]
         out, out_view = _arrays.empty_like(q, self._dtype)
         lse, lse_view = _arrays.empty_float32((num_tokens, num_heads), q) if return_lse else (None, None)
         _native.attend(
@@ -350,9 +395,9 @@ class KVCache:
             _rows_adjacent(_plan_array(plan, "block_table", np.int32, 2)),
             np.ascontiguousarray(_plan_array(plan, "seq_lens", np.int32, 1)),
             np.ascontiguousarray(_plan_array(plan, "query_start_loc", np.int32, 1)),
-            scale=head_dim**-0.5 if scale is None else _checks.number("scale", scale),
+            scale=scale,
             sliding_window=sliding_window,
-            logit_softcap=None if logit_softcap is None else _checks.number("logit_softcap", logit_softcap),
+            logit_softcap=logit_softcap,
             alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads),
             sinks=_per_head("sinks", sinks, num_heads),
             max_threads=_arrays.max_threads(q),
@@ -369,10 +414,14 @@ class KVCache:
         if getattr(plan, "is_rolled_back", False):
             raise StaleHandle("the plan has been rolled back; its blocks are others' now")
 
-    def _tokens(self, argument: str, value: Array, plan: Plan) -> NDArray[Any]:
-        """The kernels' view of a step's q, k or v."""
+    def _tokens(self, argument: str, value: Array, plan: Plan) -> Any:
+        """The kernels' view of a step's q, k or v: an array, or on a device a tensor."""
         self._check_plan(plan)
-        view = _arrays.kernel_view(argument, value, self._dtype, 3)
+        view: Any
+        if self._storage is None:
+            view = _arrays.with_adjacent_rows(_arrays.kernel_view(argument, value, self._dtype, 3))
+        else:
+            view = self._storage.view(argument, value, 3)
         num_tokens = plan.num_tokens
         if view.shape[0] != num_tokens or view.shape[2] != self.head_dim:
             heads = "num_heads" if argument == "q" else self.num_kv_heads
@@ -380,7 +429,7 @@ class KVCache:
                 f"{argument} must be of shape [{num_tokens} (plan.num_tokens), {heads}, "
                 f"{self.head_dim} (head_dim)], not {tuple(view.shape)}"
             )
-        return _arrays.with_adjacent_rows(view)
+        return view
 
 
 def _pool_shape(pool: BlockPool) -> tuple[int, int]:

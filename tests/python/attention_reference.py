@@ -53,7 +53,7 @@ def numpy_dtype(name):
 def to_float64(array):
     """The numbers of an array or tensor of any storage type."""
     if torch is not None and isinstance(array, torch.Tensor):
-        return array.double().numpy()
+        return array.double().cpu().numpy()
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return np.asarray(array, np.float64)

@@ -20,6 +20,7 @@ BASES = {
     "RefCountOverflow": OverflowError,
     "CorruptPool": Exception,
     "CopiesNotApplied": RuntimeError,
+    "CudaUnavailable": RuntimeError,
 }
 CLASSES = (kv.BlockPool, kv.BlockTable, kv.Sequence, kv.Context, kv.Batch, kv.Plan)
 
@@ -79,7 +80,13 @@ def test_a_refusal_keeps_its_numbers_when_it_is_copied():
         assert (error.needed, error.free, error.quarantined, error.ever_fits) == (5, 3, 0, False)
 
 
-@pytest.mark.parametrize("name", BASES.keys() - {"OutOfBlocks"})
+def test_cuda_unavailable_keeps_its_fields_when_it_is_copied():
+    for error in again(kv.CudaUnavailable("nvcc", "there is none", "pip install it")):
+        assert (error.missing, error.reason, error.remedy) == ("nvcc", "there is none", "pip install it")
+        assert str(error) == "the CUDA kernels need nvcc: there is none. To get it: pip install it"
+
+
+@pytest.mark.parametrize("name", BASES.keys() - {"OutOfBlocks", "CudaUnavailable"})
 def test_errors_keep_their_message_when_they_are_copied(name):
     for error in again(getattr(kv, name)("what happened")):
         assert type(error) is getattr(kv, name) and str(error) == "what happened"

@@ -7,6 +7,8 @@ import pytest
 
 WHEELS = sorted((Path(__file__).parents[2] / "dist").glob("kvfolio-*.whl"))
 
+SOURCES = [path.name for path in (Path(__file__).parents[2] / "cuda").iterdir()]
+
 pytestmark = pytest.mark.skipif(not WHEELS, reason="no wheel in dist/: `make wheel` builds it")
 
 
@@ -28,8 +30,13 @@ def test_the_wheel_holds_the_package_and_its_types(names):
         "py.typed",
         "serving/__init__.py",
         "cli/__init__.py",
+        *(f"cuda/{source}" for source in SOURCES),
     ):
         assert f"kvfolio/{name}" in names
+
+
+def test_there_are_kernels_for_gpus():
+    assert {"kvfolio.h", "attention.cuh", "attention_bfloat16.cu", "ops.cpp"} <= set(SOURCES)
 
 
 def test_the_wheel_has_one_top_level_package(names):

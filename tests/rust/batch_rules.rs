@@ -397,6 +397,7 @@ fn plans_name_the_rows_of_their_own_step() {
     let some = batch.plan(&PlanRequest::default()).unwrap();
     assert_eq!(some.arrays().rows(), [0, 1, 3]);
     some.commit(None).unwrap();
+    drop((plan, some)); // whose arrays come next
     batch.extend(&[2, 1, 3], &[8, 8, 8]).unwrap();
     let others = batch.plan(&PlanRequest::default()).unwrap();
     assert_eq!(others.arrays().rows(), [2, 1, 3]);
