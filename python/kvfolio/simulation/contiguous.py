@@ -15,7 +15,7 @@ from .manager import Step, Usage
 from .workload import Workload
 
 RESERVATIONS = ("reserve-max", "reserve-pow2", "reserve-oracle")
-"""All of `max_length`; the prompt and a power of two of at least the output; what it takes in the end."""
+"""All of `max_length`; prompt and output, that rounded up to a power of two; what it takes in the end."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,8 @@ class ReservingManager:
         if self.name == "reserve-oracle":
             return self._workload.kv_length(request)
         prompt = int(self._workload.trace.prompt_lengths[request])
-        return prompt + BuddyAllocator.rounded(max(int(self._workload.trace.output_lengths[request]), 1))
+        guess = BuddyAllocator.rounded(max(int(self._workload.trace.output_lengths[request]), 1))
+        return min(prompt + guess, self._workload.max_length)
 
     def can_ever_hold(self, request: int) -> bool:
         """Whether it fits into memory that nobody else is in."""
