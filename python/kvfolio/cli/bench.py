@@ -29,9 +29,9 @@ from kvfolio.simulation.block_sizes import (
 from . import measure
 
 WHY = (
-    "No size is best by formula. Small blocks leave fewer slots empty and let more of a prefix be found; large "
-    "ones have short tables, less bookkeeping and longer runs of memory for a kernel. How much each counts "
-    "depends on lengths, on what prompts have in common, and on the machine."
+    "No size is best by formula. Small blocks leave fewer slots empty and let more of a prefix be found; "
+    "large ones have short tables, less bookkeeping and longer runs of memory for a kernel. "
+    "How much each counts depends on lengths, on what prompts have in common, and on the machine."
 )
 
 
@@ -68,7 +68,9 @@ def run_bench(options: BenchOptions) -> int:
         figures = block_size_figures(trace)
         measured = [
             _measure(size, options)
-            for size in track(BLOCK_SIZES, "block sizes", console=errors, transient=True)
+            for size in track(
+                BLOCK_SIZES, "block sizes", console=errors, transient=True, disable=not errors.is_terminal
+            )
         ]
         _show(options, trace, figures, measured, console)
         if options.json is not None:
@@ -179,6 +181,6 @@ def _about_hits(trace: Trace) -> str:
         return "What a prefix cache finds cannot be told: these requests have no hash ids."
     return (
         "Found: prompt tokens, of all, by a cache that evicts nothing. An id stands for "
-        f"{trace.tokens_per_hash_id} tokens; where prompts part, the trace does not tell how many of the next id's "
-        "they still have in common: none is at least, all but one at most."
+        f"{trace.tokens_per_hash_id} tokens; where prompts part, the trace does not tell how many of the "
+        "next id's they still have in common: none is at least, all but one at most."
     )

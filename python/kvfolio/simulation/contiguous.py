@@ -121,9 +121,8 @@ class ReservingManager:
                 finished.append(request.number)
         for number in finished:
             self._finish(number)
-        return Step(
-            num_tokens, kv_tokens, usage, usage.tokens + usage.reserved + usage.empty, first, finished
-        )
+        held = self.num_slots - usage.free
+        return Step(num_tokens, kv_tokens, usage, held, held, first, finished)
 
     def _usage(self) -> Usage:
         free = self._memory.num_free

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .manager import Usage
+from .manager import Step
 
 POINTS = 1000
 """At least half as many points of a history are kept, spread evenly over the steps."""
@@ -18,13 +18,12 @@ class Sums:
     seconds: float = 0.0
     slots: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARES, 0.0))
     running: float = 0.0
+    held_slots: float = 0.0
     table_slots: float = 0.0
-    own_slots: float = 0.0
 
-    def add(self, seconds: float, usage: Usage, fragmented: bool, running: int, table_slots: int) -> None:
+    def add(self, seconds: float, step: Step, fragmented: bool, running: int) -> None:
         """Count a step of so many seconds."""
-        slots = self.slots
-        own = usage.tokens + usage.reserved + usage.empty
+        slots, usage = self.slots, step.usage
         slots["tokens"] += seconds * usage.tokens
         slots["reserved"] += seconds * usage.reserved
         slots["empty"] += seconds * usage.empty
@@ -32,8 +31,8 @@ class Sums:
         slots["external" if fragmented else "free"] += seconds * usage.free
         self.seconds += seconds
         self.running += seconds * running
-        self.table_slots += seconds * table_slots
-        self.own_slots += seconds * own
+        self.held_slots += seconds * step.held_slots
+        self.table_slots += seconds * step.table_slots
 
     def shares(self) -> dict[str, float]:
         """The means of all slots' shares; they sum up to 1."""

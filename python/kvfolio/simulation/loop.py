@@ -136,7 +136,7 @@ def serve(
         seconds = cost.seconds(step.num_tokens, step.kv_tokens * kv_bytes_per_token)
         history.add(clock, running, len(waiting), step.usage.tokens / manager.num_slots)
         for sums in (always, loaded) if waiting else (always,):
-            sums.add(seconds, step.usage, fragmented, running, step.table_slots)
+            sums.add(seconds, step, fragmented, running)
         most = [max(most[0], running), max(most[1], running if waiting else 0)]
         clock += seconds
         for request in step.first:
@@ -166,7 +166,7 @@ def serve(
         memory=mean.shares(),
         mean_running=mean.running / mean.seconds if mean.seconds else 0.0,
         max_running=most[1] if loaded.seconds else most[0],
-        shared_share=1 - mean.own_slots / mean.table_slots if mean.table_slots else 0.0,
+        shared_share=1 - mean.held_slots / mean.table_slots if mean.table_slots else 0.0,
         hit_rate=manager.hit_rate(),
         time_to_first_token=Percentiles.of((first_token - workload.arrivals)[np.isfinite(first_token)]),
         time_per_output_token=Percentiles.of(per_token),

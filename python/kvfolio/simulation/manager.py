@@ -44,8 +44,8 @@ class Step:
         Tokens whose K and V were read: of each sequence in the step all up to its last one in it.
     usage : Usage
         During the step, before what ended in it was let go.
-    table_slots : int
-        Slots that the sequences take together, if what several share counts for each of them.
+    held_slots, table_slots : int
+        Slots that the sequences hold together: what several share counts once, and once for each of them.
     first, finished, preempted : sequence of int
         Requests whose first token came, whose last one came, and that gave way before the step, the oldest
         first.
@@ -54,6 +54,7 @@ class Step:
     num_tokens: int
     kv_tokens: int
     usage: Usage
+    held_slots: int
     table_slots: int
     first: Sequence[int] = ()
     finished: Sequence[int] = ()

@@ -178,6 +178,7 @@ class PagingManager:
         plan.commit()
         self._lengths[rows] = seq_lens
         usage, table_slots = self._usage()
+        held_slots = self._pool.num_referenced * self._block_size
         first = self._fork_new(at_end) if self._num_new else []
         if self._workload.beams:
             at_end = self._reorder(at_end)
@@ -191,7 +192,7 @@ class PagingManager:
             for row in at_end[self._remaining[at_end] == 0]
             if (number := self._finish(int(row))) is not None
         ]
-        return Step(num_tokens, kv_tokens, usage, table_slots, first, finished, preempted)
+        return Step(num_tokens, kv_tokens, usage, held_slots, table_slots, first, finished, preempted)
 
     def _usage(self) -> tuple[Usage, int]:
         """After a step every sequence has its last block for itself, unless that is full."""
@@ -207,7 +208,7 @@ class PagingManager:
             cached=pool.num_idle * size,
             free=pool.num_blank * size,
         )
-        return usage, int(lengths.sum()) + num_unfilled + size
+        return usage, int(lengths.sum()) + num_unfilled
 
     def _fork_new(self, at_end: NDArray[np.int32]) -> list[int]:
         """The requests whose prompt is computed; those of several answers go on as so many forks."""
