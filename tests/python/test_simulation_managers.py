@@ -28,7 +28,7 @@ def shares(outcome: Outcome, slots: int, steps: int) -> dict[str, int]:
 
 
 class SlowBuddies:
-    """The same from a map of slots: of all free regions as large as can be, the smallest, lowest that fits."""
+    """The same from a map of slots: of free regions, joined where they can be, the smallest, lowest one."""
 
     def __init__(self, num_slots: int) -> None:
         self.taken = np.zeros(num_slots, bool)
@@ -147,7 +147,7 @@ def test_what_is_reserved(name, size):
 
 
 def test_free_slots_in_pieces_are_external_fragmentation():
-    """20 slots are 16 and 4: the first takes the 4, the next two 8 each, and the fourth wants 12, rounded to 16.
+    """20 slots are 16 and 4: the first takes the 4, the next two 8 each, and the fourth wants 12, so 16.
 
     From step 2 on only the second is there, up to step 8: 12 slots are free, in two pieces.
     """
@@ -250,7 +250,7 @@ class SlowReserving:
 @pytest.mark.parametrize("width", [1, 3])
 def test_reserving_is_the_slow_model(name, width):
     random = np.random.default_rng(width)
-    lengths = [(int(random.integers(1, 40)), int(random.integers(0, 20))) for _ in range(60)]
+    lengths = [(int(random.integers(1, 40)), int(random.integers(0, 20))) for _ in range(40)]
     workload = workload_of(lengths, samples=width, max_length=64)
     num_slots, limits = 300, {"max_sequences": 9, "tokens_per_step": 16}
     manager = ReservingManager(name, workload, num_slots)
@@ -279,7 +279,7 @@ def test_reserving_is_the_slow_model(name, width):
 def test_paging_by_hand():
     """Seven blocks of two. Three prompts of 3 take two each; at 5 tokens each needs a third.
 
-    The youngest gives way. It comes back with 5 known tokens, which it computes in step 4, and has its last one.
+    The youngest gives way. It comes back with 5 known tokens, computes them in step 4, and has its last one.
     """
     workload = workload_of(THREE)
     outcome = run(workload, paging(workload, 7, 2))
@@ -358,9 +358,8 @@ def test_beams_give_way_and_come_back():
     """All beams of a request go on together, though they are computed anew one after the other."""
     for options in ({"samples": 3}, {"beams": 3, "beam_turnover": 0.5}):
         workload = workload_of([(9, 30)] * 6, **options)
-        outcome = run(
-            workload, paging(workload, 45, 2, max_sequences=18), max_sequences=18, tokens_per_step=18
-        )
+        manager = paging(workload, 60, 2, max_sequences=18)
+        outcome = run(workload, manager, max_sequences=18, tokens_per_step=18)
         assert (outcome.finished, outcome.refused) == (6, 0)
         assert outcome.preemptions > 0
 
@@ -425,7 +424,7 @@ def test_conservation(seed, width, beams):
         assert sum(outcome.memory.values()) == pytest.approx(1)
         assert all(share >= 0 for share in outcome.memory.values())
         assert (outcome.finished, outcome.refused) == (num, 0)
-        assert 0 < outcome.mean_running <= outcome.max_running <= 30 // width
+        assert 0 < outcome.mean_running <= outcome.max_running + 1e-9 <= 30 // width + 1e-9
         assert outcome.time_to_first_token.p50 >= 1
         times = [point.time for point in outcome.history]
         assert times == sorted(times)
