@@ -103,7 +103,8 @@ def test_each_option_arrives(kvfolio, chat: str, tmp_path: Path) -> None:
     config.write_text(json.dumps(fields))
     options = {
         "--managers": "paging+cache,paging", "--kv-memory": "100kB", "--model": str(config),
-        "--block-size": "4", "--max-sequences": "20", "--tokens-per-step": "40", "--beams": "2", "--beam-turnover": "0.5",
+        "--block-size": "4", "--max-sequences": "20", "--tokens-per-step": "40", "--beams": "2",
+        "--beam-turnover": "0.5",
         "--watermark": "0.1", "--rate": "3", "--seed": "5", "--device": "h100", "--efficiency": "0.5",
         "--kv-byte-time": "1e-9", "--tokens-per-hash-id": "8", "--format": "mooncake",
         "--kv-dtype": "float32",

@@ -134,6 +134,7 @@ HOSTILE = {
     "a huge id": (line(hash_ids=[2**64]), 1, "hash_ids[0]", "must be between 0 and"),
     "ids that are no list": (line(hash_ids={"1": 2}), 1, "hash_ids", "must be a list of integers"),
     "no UTF-8": (f"{GOOD}\n".encode() + b'{"timestamp": "\xff"}', 2, None, "is not UTF-8"),
+    "a session that is no UTF-8": (b'{"block_size": 64,\n "id":\n "\xff"}', 3, None, "is not UTF-8"),
     "deep JSON": (f'{{"input_length": {DEEP}', 1, None, "is not JSON"),
     "CSV, a negative length": (f"{CSV}2023-11-16 18:15:47,-3,4", 3, "ContextTokens", "not -3"),
     "CSV, a word": (f"{CSV}2023-11-16 18:15:47,3,many", 3, "GeneratedTokens", 'must be an integer, not "many"'),

@@ -79,7 +79,7 @@ def _draw_memory(axes: Axes, managers: list[Outcome]) -> None:
 
 def _draw_batch(axes: Axes, managers: list[Outcome]) -> None:
     for outcome in managers:
-        every = max(1, len(outcome.history) // 150)
+        every = max(1, len(outcome.history) // 100)
         points = outcome.history[::every]
         axes.step([point.time for point in points], [point.running for point in points], lw=0.9, where="post",
                   label=outcome.manager)  # fmt: skip
