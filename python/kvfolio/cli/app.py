@@ -222,7 +222,7 @@ def simulate(
     beams: Annotated[int, typer.Option(help="Answers to each request, by beam search.")] = 1,
     beam_turnover: Annotated[
         float, typer.Option(help="How often, a step, a beam goes on from a drawn one of its request's.")
-    ] = 0.35,
+    ] = 0.3,
     eviction: Annotated[str, typer.Option(help="The policy of the prefix cache.")] = "lru",
     watermark: Annotated[
         float, typer.Option(help="The share of the blocks that paging keeps free at admission.")

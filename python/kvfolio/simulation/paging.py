@@ -26,18 +26,22 @@ WATERMARK = 0.01
 class _Answer:
     """One sequence; `remaining`: tokens that it still has to get."""
 
-    sequence: kv.Sequence
     token: int
     remaining: int
     final: int  # tokens whose K and V it has in the end
+    sequence: kv.Sequence | None = None
 
 
 @dataclass(slots=True)
 class _Request:
+    """Several answers have one sequence, the prompt's, until that is computed and split into forks."""
+
     number: int
+    prompt: int
     answers: list[_Answer]
-    rows: list[int] = field(default_factory=list)
-    is_new: bool = True  # its prompt has not been computed yet
+    is_split: bool
+    rows: list[int] = field(default_factory=list)  # of the answers, in their order
+    is_new: bool = True  # its prompt has never been computed
     ready: int = 0  # beams that wait for the others before they go on
 
 
@@ -80,11 +84,13 @@ class PagingManager:
         self._block_size = block_size
         self._running: dict[int, _Request] = {}  # in the order of admission
         self._waiting: dict[int, _Request] = {}  # who gave way, and who was refused for now
-        self._num_new = 0
+        self._num_prompts = 0  # requests in the batch that are new or not split
+        self._rejoined: set[int] = set()  # requests whose answers may have a last block in common
         self._random = np.random.default_rng(workload.seed)
         self._blank_prompt = np.zeros(workload.max_length, np.int32)
         # By row.
         self._request_of: list[_Request | None] = [None] * max_sequences
+        self._numbers = np.zeros(max_sequences, np.int64)
         self._lengths = np.zeros(max_sequences, np.int64)
         self._known = np.zeros(max_sequences, np.int64)  # tokens at its admission
         self._finals = np.zeros(max_sequences, np.int64)
@@ -98,7 +104,7 @@ class PagingManager:
         return self._pool.num_physical_blocks * self._block_size
 
     def can_ever_hold(self, request: int) -> bool:
-        """Whether all answers fit without sharing anything, as after they gave way, and with a copy each."""
+        """Whether all answers fit without sharing anything, and with a copy each."""
         width = self._workload.width
         blocks, _ = kv.block_layout(self._workload.kv_length(request), self._block_size)
         return width * (blocks + (width > 1)) <= self._pool.num_blocks
@@ -108,15 +114,15 @@ class PagingManager:
         if number not in self._waiting:
             self._waiting[number] = self._make(number)
         request = self._waiting[number]
-        needed = sum(self._pool.blocks_needed(answer.sequence) for answer in request.answers)
         reserve = self._reserve + self._promised() if self._running else 0
-        if needed + reserve > self._pool.num_free:
+        if self._blocks_needed(request) + reserve > self._pool.num_free:
             return False
         del self._waiting[number]
         self._running[number] = request
-        self._num_new += request.is_new
+        self._num_prompts += request.is_new or not request.is_split
         for answer in request.answers:
-            self._add(request, answer)
+            if answer.sequence is not None:
+                self._add(request, answer.sequence, answer)
         return True
 
     def is_fragmented(self, request: int) -> bool:
@@ -127,34 +133,54 @@ class PagingManager:
         """A prompt takes its blocks piece by piece: what those that run have yet to take for theirs."""
         rows = self._rows()
         computing = rows[self._lengths[rows] < self._known[rows]]
-        requests = [(self._request_of[row], row) for row in computing]
-        return sum(
-            self._pool.blocks_needed(request.answers[request.rows.index(row)].sequence)
-            for request, row in requests
-            if request is not None
+        requests = {number: self._running[number] for number in self._numbers[computing].tolist()}
+        return sum(self._blocks_needed(request) for request in requests.values())
+
+    def _blocks_needed(self, request: _Request) -> int:
+        """Of the free ones, for all that it knows and has not computed."""
+        needed = sum(
+            self._pool.blocks_needed(answer.sequence)
+            for answer in request.answers
+            if answer.sequence is not None
         )
+        if request.is_split or request.is_new:
+            return needed
+        # What its answers had before they gave way, each with a last block of its own.
+        whole = request.prompt // self._block_size
+        ends = (
+            kv.block_layout(request.prompt + self._generated(request, answer), self._block_size)[0]
+            for answer in request.answers
+        )
+        return needed + sum(end - whole for end in ends)
+
+    def _generated(self, request: _Request, answer: _Answer) -> int:
+        return max(int(self._workload.trace.output_lengths[request.number]), 1) - answer.remaining
 
     def _make(self, number: int) -> _Request:
         workload = self._workload
-        length = int(workload.trace.prompt_lengths[number])
-        # Without a cache nobody looks at them.
-        tokens = workload.prompt(number) if self._prefix_cache else self._blank_prompt[:length]
         outputs = max(int(workload.trace.output_lengths[number]), 1)
-        answer = _Answer(
-            self._pool.sequence(tokens),
-            workload.own_token(number, 0),
-            outputs,
-            workload.kv_length(number),
-        )
-        return _Request(number, [answer])
+        answers = [
+            _Answer(workload.own_token(number, answer), outputs, workload.kv_length(number))
+            for answer in range(workload.width)
+        ]
+        answers[0].sequence = self._prompt(number)
+        prompt = int(workload.trace.prompt_lengths[number])
+        return _Request(number, prompt, answers, is_split=workload.width == 1)
 
-    def _add(self, request: _Request, answer: _Answer) -> int:
-        row = self._batch.add(answer.sequence)
+    def _prompt(self, number: int) -> kv.Sequence:
+        # Without a cache nobody looks at the tokens.
+        if self._prefix_cache:
+            return self._pool.sequence(self._workload.prompt(number))
+        return self._pool.sequence(self._blank_prompt[: self._workload.trace.prompt_lengths[number]])
+
+    def _add(self, request: _Request, sequence: kv.Sequence, answer: _Answer) -> int:
+        row = self._batch.add(sequence)
         request.rows.append(row)
         self._request_of[row] = request
+        self._numbers[row] = request.number
         # What it found is not counted before its first step, which may find more.
-        self._lengths[row] = answer.sequence.num_computed
-        self._known[row] = answer.sequence.num_tokens
+        self._lengths[row] = sequence.num_computed
+        self._known[row] = sequence.num_tokens
         self._finals[row] = answer.final
         self._remaining[row] = answer.remaining
         self._tokens[row] = answer.token
@@ -179,13 +205,12 @@ class PagingManager:
         self._lengths[rows] = seq_lens
         usage, table_slots = self._usage()
         held_slots = self._pool.num_referenced * self._block_size
-        first = self._fork_new(at_end) if self._num_new else []
+        first: list[int] = []
+        if self._num_prompts:
+            at_end = self._split(at_end, first)
         if self._workload.beams:
             at_end = self._reorder(at_end)
-        else:
-            plan.extend(self._tokens[at_end])
-        if first and self._workload.width > 1:
-            at_end = self._extend_forks(first, at_end)
+        self._batch.extend(at_end, self._tokens[at_end])
         self._remaining[at_end] -= 1
         finished = [
             number
@@ -195,12 +220,21 @@ class PagingManager:
         return Step(num_tokens, kv_tokens, usage, held_slots, table_slots, first, finished, preempted)
 
     def _usage(self) -> tuple[Usage, int]:
-        """After a step every sequence has its last block for itself, unless that is full."""
+        """After a step every sequence has its last block for itself, but for full ones and `_rejoined`."""
         rows, pool, size = self._rows(), self._pool, self._block_size
         lengths = self._lengths[rows]
         unfilled = -lengths % size
         num_unfilled = int(unfilled.sum())
+        table_slots = int(lengths.sum()) + num_unfilled
         reserved = int(np.minimum(unfilled, self._finals[rows] - lengths).sum())
+        for number in list(self._rejoined):
+            request = self._running[number]
+            waiting = sum(self._lengths[row] == request.prompt for row in request.rows)
+            if waiting < 2:
+                self._rejoined.discard(number)
+                continue
+            again = (int(waiting) - 1) * (-request.prompt % size)  # all of them will be filled
+            num_unfilled, reserved = num_unfilled - again, reserved - again
         usage = Usage(
             tokens=pool.num_referenced * size - num_unfilled,
             reserved=reserved,
@@ -208,41 +242,45 @@ class PagingManager:
             cached=pool.num_idle * size,
             free=pool.num_blank * size,
         )
-        return usage, int(lengths.sum()) + num_unfilled
+        return usage, table_slots
 
-    def _fork_new(self, at_end: NDArray[np.int32]) -> list[int]:
-        """The requests whose prompt is computed; those of several answers go on as so many forks."""
-        first = []
-        for row in at_end:
+    def _split(self, at_end: NDArray[np.int32], first: list[int]) -> NDArray[np.int32]:
+        """Fork the answers of requests whose prompt is computed. The rows that get a token now.
+
+        Appends to `first` those whose prompt was computed for the first time. Answers that had tokens already
+        compute these first.
+        """
+        rows: list[int] = []
+        for row in at_end.tolist():
             request = self._request_of[row]
-            if request is None or not request.is_new:
+            if request is None or not (request.is_new or not request.is_split):
+                rows.append(row)
                 continue
-            request.is_new = False
-            self._num_new -= 1
-            first.append(request.number)
-            (parent,) = request.answers
-            for answer in range(1, self._workload.width):
-                fork = _Answer(
-                    parent.sequence.fork(),
-                    self._workload.own_token(request.number, answer),
-                    parent.remaining,
-                    parent.final,
-                )
-                request.answers.append(fork)
-                self._add(request, fork)
-            request.ready = len(request.rows) - 1  # beams: the parent's row counts itself
-        return first
-
-    def _extend_forks(self, first: list[int], at_end: NDArray[np.int32]) -> NDArray[np.int32]:
-        """New forks get their first token, too; beams have it already."""
-        if self._workload.beams:
-            return at_end
-        forks = np.array([row for number in first for row in self._running[number].rows[1:]], np.int32)
-        self._batch.extend(forks, self._tokens[forks])
-        return np.concatenate([at_end, forks])
+            self._num_prompts -= 1
+            if request.is_new:
+                first.append(request.number)
+            parent = request.answers[0].sequence
+            if request.is_split or parent is None:
+                rows.append(row)
+            else:
+                for answer in request.answers[1:]:
+                    answer.sequence = parent.fork()
+                for answer in request.answers:
+                    if answer.sequence is not None and (count := self._generated(request, answer)):
+                        answer.sequence.extend(np.full(count, answer.token, np.int32))
+                for answer in request.answers[1:]:
+                    if answer.sequence is not None:
+                        self._add(request, answer.sequence, answer)
+                self._known[row] = parent.num_tokens
+                if request.is_new:
+                    rows += request.rows
+                else:
+                    self._rejoined.add(request.number)
+            request.is_new, request.is_split = False, True
+        return np.array(rows, np.int32)
 
     def _reorder(self, at_end: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Beams go on together: some from others' tokens, each with a token of its own. The rows that did."""
+        """Beams go on together, some of them from others' tokens. The rows that did."""
         together: list[int] = []
         parents: list[int] = []
         for row in at_end:
@@ -262,7 +300,6 @@ class PagingManager:
         moved = rows != np.array(parents, np.int32)
         if moved.any():
             self._batch.reorder(np.array(parents, np.int32)[moved], rows[moved])
-        self._batch.extend(rows, self._tokens[rows])
         return rows
 
     def _finish(self, row: int) -> int | None:
@@ -277,18 +314,27 @@ class PagingManager:
         if request.rows:
             return None
         del self._running[request.number]
+        self._rejoined.discard(request.number)
         return request.number
 
     def _preempt(self) -> int:
-        """The youngest gives way."""
+        """The youngest gives way. Several answers come back as their prompt, to share it again."""
         number, request = self._running.popitem()
-        for row, answer in zip(request.rows, request.answers, strict=True):
+        self._num_prompts -= request.is_new or not request.is_split
+        for row, answer in zip(request.rows, request.answers, strict=False):
             answer.sequence = self._batch.preempt(row)
             answer.remaining = int(self._remaining[row])
             self._request_of[row] = None
+        if request.is_split and self._workload.width > 1:
+            for answer in request.answers:
+                if answer.sequence is not None:
+                    answer.sequence.free()
+                    answer.sequence = None
+            request.answers[0].sequence = self._prompt(number)
+            request.is_split = False
         request.rows.clear()
         request.ready = 0
-        self._num_new -= request.is_new
+        self._rejoined.discard(number)
         self._waiting[number] = request
         self._order = None
         return number
