@@ -364,6 +364,63 @@ def test_beams_give_way_and_come_back():
         assert outcome.preemptions > 0
 
 
+@pytest.mark.parametrize("options", [{"samples": 2}, {"beams": 2, "beam_turnover": 0.0}])
+def test_answers_that_gave_way_share_their_prompt_again(options):
+    """Two prompts of 4, two answers of 5 each, ten blocks of 2: in step 4 all four want a block more, of two.
+
+    The second request has 3 tokens an answer by then. It comes back in step 6, when the first has ended,
+    computes its prompt once, then 3 tokens for each answer, and has the last in step 8.
+    """
+    workload = workload_of([(4, 5)] * 2, **options)
+    outcome = run(workload, paging(workload, 10, 2))
+    assert (outcome.steps, outcome.preemptions) == (8, 1)
+    assert outcome.computed_tokens == (4 + 4 * 2) + (4 + 2 + 2) + (4 + 2 * 3 + 2)
+    assert outcome.time_to_first_token.max == 1
+    assert outcome.time_per_output_token.max == 7 / 4 and outcome.time_per_output_token.mean == (4 + 7) / 8
+    assert outcome.loaded_share == 2 / 8  # steps 4 and 5: 7 and 8 tokens an answer, the prompt's 4 shared
+    assert shares(outcome, 22, 2) == {
+        "tokens": 10 + 12, "reserved": 2, "empty": 2 + 2, "cached": 0, "external": 0, "free": 8 + 8,
+    }  # fmt: skip
+
+
+class CountedPaging(PagingManager):
+    """Counts the slots that hold tokens one by one."""
+
+    def _usage(self):
+        usage, table_slots = super()._usage()
+        tokens, open_slots, never = set(), set(), set()
+        blocks = 0
+        for request in self._running.values():
+            for row, answer in zip(request.rows, request.answers, strict=False):
+                ids, length = answer.sequence.block_ids.tolist(), int(self._lengths[row])
+                blocks += len(ids)
+                tokens |= {(ids[at // self._block_size], at % self._block_size) for at in range(length)}
+                for at in range(length, len(ids) * self._block_size):
+                    place = (ids[at // self._block_size], at % self._block_size)
+                    (open_slots if at < answer.final else never).add(place)
+        assert len(tokens) == usage.tokens
+        assert len(open_slots) == usage.reserved
+        assert len(never) == usage.empty - self._block_size
+        assert blocks * self._block_size == table_slots
+        return usage, table_slots
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("options", [{}, {"samples": 3}, {"beams": 3}])
+@pytest.mark.parametrize("budget", [24, 50])
+def test_slots_are_what_they_are_counted_as(options, prefix_cache, budget):
+    random = np.random.default_rng(budget)
+    lengths = [(int(random.integers(1, 40)), int(random.integers(1, 25))) for _ in range(14)]
+    ids = [random.integers(0, 3, -(-prompt // 8)).tolist() for prompt, _ in lengths]
+    workload = make_workload(trace_of(lengths, ids, tokens_per_hash_id=8), **options)
+    blocks = 20 if workload.width == 1 else 52
+    options = {"max_sequences": 24, "prefix_cache": prefix_cache}
+    manager = CountedPaging(workload, blocks, 4, watermark=0.0, **options)
+    outcome = run(workload, manager, max_sequences=24, tokens_per_step=budget)
+    assert outcome.finished == 14
+    assert outcome.preemptions > 0
+
+
 def test_the_prefix_cache_by_hand():
     """Of the second prompt's 8 tokens 4 are the first's; of the third's all but its last token's block."""
     trace = trace_of([(8, 1)] * 3, [[0, 1], [0, 2], [0, 2]], arrivals=[0, 10, 20])
