@@ -421,6 +421,15 @@ def test_slots_are_what_they_are_counted_as(options, prefix_cache, budget):
     assert outcome.preemptions > 0
 
 
+@pytest.mark.parametrize("options", [{"samples": 3}, {"beams": 3, "beam_turnover": 0.02}])
+def test_answers_that_come_back_bit_by_bit_are_counted(options):
+    """Six tokens a step: one answer is computed while two still share the prompt's last block."""
+    workload = workload_of([(5, 40)] * 6, **options)
+    manager = CountedPaging(workload, 40, 4, max_sequences=6, watermark=0.0)
+    outcome = run(workload, manager, max_sequences=6, tokens_per_step=6)
+    assert outcome.finished == 6 and outcome.preemptions > 1
+
+
 def test_the_prefix_cache_by_hand():
     """Of the second prompt's 8 tokens 4 are the first's; of the third's all but its last token's block."""
     trace = trace_of([(8, 1)] * 3, [[0, 1], [0, 2], [0, 2]], arrivals=[0, 10, 20])
@@ -520,11 +529,11 @@ def test_arrivals():
 
 def test_the_clock_waits_for_nobody():
     """Between the two nobody runs: the second's time counts from its own arrival."""
-    workload = make_workload(trace_of(TWO, arrivals=[0, 100]))
+    workload = make_workload(trace_of(TWO, arrivals=[0, 100.5]))
     outcome = run(workload, paging(workload, 9, 2))
-    assert (outcome.seconds, outcome.steps) == (103, 6)
+    assert (outcome.seconds, outcome.steps) == (103.5, 6)
     assert outcome.time_to_first_token.max == 1
-    assert outcome.requests_per_second == pytest.approx(2 / 103)
+    assert outcome.requests_per_second == pytest.approx(2 / 103.5)
 
 
 def test_longer_requests_are_left_out_for_all_alike():
