@@ -181,6 +181,14 @@ def test_a_request_that_never_fits_is_refused_at_the_door():
     assert outcome.time_to_first_token is None and outcome.requests_per_second == 0
 
 
+def test_a_request_of_any_length_costs_no_memory_of_its_own():
+    """Nothing is made as long as what is refused."""
+    workload = workload_of([(2**31 - 1, 2**31 - 1), (3, 3)])
+    for manager in (paging(workload, 8, 2), ReservingManager("reserve-oracle", workload, 16)):
+        outcome = run(workload, manager)
+        assert (outcome.finished, outcome.refused) == (1, 1)
+
+
 class SlowReserving:
     """The same by going through all sequences in each step, with the slow buddies."""
 

@@ -77,9 +77,8 @@ class PagingManager:
         self._prefix_cache = prefix_cache
         self._pool = make_pool(num_blocks, block_size, prefix_cache=prefix_cache, eviction=eviction)
         # One more than it will ever have, so that the last token has its place though it is never computed.
-        self._batch = kv.Batch(
-            self._pool, max_sequences=max_sequences, max_tokens_per_sequence=workload.max_length + 1
-        )
+        longest = min(workload.max_length, num_blocks * block_size)  # others are refused at the door
+        self._batch = kv.Batch(self._pool, max_sequences=max_sequences, max_tokens_per_sequence=longest + 1)
         self._reserve = int(watermark * num_blocks)
         self._block_size = block_size
         self._running: dict[int, _Request] = {}  # in the order of admission
@@ -87,7 +86,7 @@ class PagingManager:
         self._num_prompts = 0  # requests in the batch that are new or not split
         self._rejoined: set[int] = set()  # requests whose answers may have a last block in common
         self._random = np.random.default_rng(workload.seed)
-        self._blank_prompt = np.zeros(workload.max_length, np.int32)
+        self._blank_prompt = np.zeros(longest, np.int32)
         # By row.
         self._request_of: list[_Request | None] = [None] * max_sequences
         self._numbers = np.zeros(max_sequences, np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +39,8 @@ def make_pool(num_blocks: int, block_size: int, *, prefix_cache: bool, eviction:
     """A pool with one of `EVICTION_POLICIES`."""
     if eviction not in EVICTION_POLICIES:
         raise ValueError(f"eviction must be one of {', '.join(EVICTION_POLICIES)}, not {eviction!r}")
-    if EVICTION_POLICIES == ("lru",):
-        return kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
-    return kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache, eviction=eviction)  # type: ignore[call-arg]
+    options: dict[str, Any] = {} if EVICTION_POLICIES == ("lru",) else {"eviction": eviction}
+    return kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache, **options)
 
 
 def replay(
