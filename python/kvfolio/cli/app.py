@@ -163,3 +163,179 @@ def plan(
         ignore_windows=ignore_windows,
     )
     raise typer.Exit(status)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A CSV of lengths, a JSONL with hash ids, a JSON of an agent's session or a folder of those."
+        ),
+    ],
+    trace_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="azure|vidur|mooncake|agent-sessions",
+            help="By default seen from the content.",
+        ),
+    ] = None,
+    tokens_per_hash_id: Annotated[int, typer.Option(help="Of a mooncake trace.")] = 512,
+    requests: Annotated[int | None, typer.Option(min=1, help="Take only the first so many.")] = None,
+    capacities: Annotated[
+        str | None,
+        typer.Option(
+            "--capacities",
+            "--capacity",
+            metavar="N[,N...]",
+            help="Hit rates at so many blocks of one id each.",
+        ),
+    ] = None,
+    managers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="Of reserve-max, reserve-pow2, reserve-oracle, paging, paging+cache; by default all.",
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the managers have for K and V; 12GiB by default.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder with a config.json, such a file, or a hub id; by default OPT-13B's figures."
+        ),
+    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="By default the model's.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a block, of the paging managers.")] = 16,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Longer requests are refused, and reserve-max reserves it; by default the model's limit."
+        ),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(help="Sequences in the batch, at most.")] = 256,
+    tokens_per_step: Annotated[int, typer.Option(help="Computed in a step, at most.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Answers to each request, by parallel sampling.")] = 1,
+    beams: Annotated[int, typer.Option(help="Answers to each request, by beam search.")] = 1,
+    beam_turnover: Annotated[
+        float, typer.Option(help="How often, a step, a beam goes on from a drawn one of its request's.")
+    ] = 0.3,
+    eviction: Annotated[str, typer.Option(help="The policy of the prefix cache.")] = "lru",
+    watermark: Annotated[
+        float, typer.Option(help="The share of the blocks that paging keeps free at admission.")
+    ] = 0.01,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second, Poisson; by default the trace's times, else all at once."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and beams.")] = 0,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="a100-40gb|a100-80gb|h100|h200|l4", help="Whose nominal figures times follow from."
+        ),
+    ] = "a100-40gb",
+    efficiency: Annotated[float, typer.Option(help="The part of them that is reached.")] = 0.6,
+    step_time: Annotated[
+        float | None, typer.Option(help="Seconds a step takes by itself; by default to read the weights.")
+    ] = None,
+    token_time: Annotated[
+        float | None, typer.Option(help="Seconds a computed token takes; by default two operations a weight.")
+    ] = None,
+    kv_byte_time: Annotated[
+        float | None, typer.Option(help="Seconds a byte of K and V takes to be read.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE.png|FILE.svg", help="Draw it; needs kvfolio\\[plot]."),
+    ] = None,
+) -> None:
+    """Replay a trace of requests: hit rates, and managers of the KV cache side by side in the same memory.
+
+    Says what --capacities (hit rates) and --kv-memory or --managers (side by side) ask for; with none of
+    them, hit rates of a trace with hash ids, else managers. Exits with status 2 for a trace or an option that
+    is wrong.
+    """
+    from .simulate import SimulateOptions, run_simulate
+
+    options = SimulateOptions(
+        trace=trace,
+        format=trace_format,
+        tokens_per_hash_id=tokens_per_hash_id,
+        requests=requests,
+        capacities=capacities,
+        managers=managers,
+        kv_memory=kv_memory,
+        model=model,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_length=max_length,
+        max_sequences=max_sequences,
+        tokens_per_step=tokens_per_step,
+        samples=samples,
+        beams=beams,
+        beam_turnover=beam_turnover,
+        eviction=eviction,
+        watermark=watermark,
+        rate=rate,
+        seed=seed,
+        device=device,
+        efficiency=efficiency,
+        step_time=step_time,
+        token_time=token_time,
+        kv_byte_time=kv_byte_time,
+        json=json,
+        plot=plot,
+    )
+    raise typer.Exit(run_simulate(options))
+
+
+@app.command()
+def bench(
+    block_sizes: Annotated[
+        bool, typer.Option("--block-sizes", help="Compare 1, 8, 16, 32, 64 and 128 tokens a block.")
+    ] = False,
+    trace: Annotated[
+        str | None, typer.Option(help="As for simulate; by default synthetic lengths, which is said.")
+    ] = None,
+    trace_format: Annotated[
+        str | None,
+        typer.Option("--format", metavar="azure|vidur|mooncake|agent-sessions", help="As for simulate."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Of the decode step that is timed.")] = 256,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1000,
+    attention_sequences: Annotated[int, typer.Option(min=1, help="Of the attention that is timed.")] = 8,
+    attention_length: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 4096,
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16|float16", help="Of the attention that is timed.")
+    ] = "float32",
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout.")
+    ] = None,
+) -> None:
+    """Measure on this machine what the block size costs and brings.
+
+    Exits with status 2 for a trace or an option that is wrong.
+    """
+    if not block_sizes:
+        typer.echo("Say what to measure: --block-sizes", err=True)
+        raise typer.Exit(2)
+    from .bench import BenchOptions, run_bench
+
+    options = BenchOptions(
+        trace=trace,
+        format=trace_format,
+        sequences=sequences,
+        length=length,
+        attention_sequences=attention_sequences,
+        attention_length=attention_length,
+        dtype=dtype,
+        json=json,
+    )
+    raise typer.Exit(run_bench(options))
