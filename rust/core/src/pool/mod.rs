@@ -15,6 +15,7 @@ mod loans;
 mod log;
 #[cfg(all(test, loom))]
 mod models;
+mod options;
 mod references;
 #[cfg(all(test, not(loom)))]
 mod rules;
@@ -34,6 +35,7 @@ use self::{
     word::{BlockWord, Claim},
 };
 pub(crate) use cache::{Described, Opening};
+pub use options::{EvictionPolicy, PoolOptions};
 pub use stats::Stats;
 
 use crate::{
@@ -53,6 +55,7 @@ pub(crate) struct Shared {
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
     pub(crate) prefix_cache: bool,
+    eviction: EvictionPolicy,
     words: Box<[BlockWord]>,
     blank: BlankBlocks,
     log: Log,
@@ -90,6 +93,12 @@ fn check_memory(num_blocks: usize) -> Result<()> {
 impl BlockPool {
     /// A pool of `num_blocks` blocks of `block_size` tokens; without `prefix_cache` nothing is ever found.
     pub fn new(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
+        Self::with_options(num_blocks, block_size, &PoolOptions { prefix_cache, ..PoolOptions::default() })
+    }
+
+    /// The same, with all that can be chosen.
+    pub fn with_options(num_blocks: usize, block_size: usize, options: &PoolOptions) -> Result<Self> {
+        let PoolOptions { prefix_cache, eviction } = *options;
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
         check_memory(num_blocks)?;
@@ -97,6 +106,7 @@ impl BlockPool {
             num_blocks,
             block_size,
             prefix_cache,
+            eviction,
             words: (0..=num_blocks).map(|_| BlockWord::default()).collect(),
             blank: BlankBlocks::new(num_blocks),
             log: Log::new(num_blocks),
@@ -121,6 +131,11 @@ impl BlockPool {
     /// Tokens a block.
     pub fn block_size(&self) -> usize {
         self.0.block_size
+    }
+
+    /// Which idle block gives way first.
+    pub fn eviction(&self) -> EvictionPolicy {
+        self.0.eviction
     }
 
     /// Blocks that storage must have: the usable ones and the null block.
