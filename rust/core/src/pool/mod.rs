@@ -1,15 +1,17 @@
 //! All blocks, who refers to them, and what can be found in them.
 //!
 //! [`word`] holds each block's state, and decides every race by one compare-and-swap. [`blank`] has the blocks
-//! without content, [`log`] the order in which those with content give way ([`eviction`]), [`index`] and
+//! without content, [`log`] the order in which those with content give way ([`eviction`], [`adaptive`]), [`index`] and
 //! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back. Nothing here waits for
 //! another thread; `docs/memory-ordering.md` argues why that is right.
 
+mod adaptive;
 mod audit;
 mod blank;
 mod cache;
 mod contents;
 mod eviction;
+mod ghosts;
 mod index;
 mod loans;
 mod log;
@@ -27,10 +29,11 @@ mod word;
 use std::sync::Arc;
 
 use self::{
+    adaptive::Adaptive,
     blank::BlankBlocks,
     contents::Contents,
     index::Index,
-    log::Log,
+    log::{Log, Places, Segment},
     stats::Counters,
     word::{BlockWord, Claim},
 };
@@ -58,7 +61,10 @@ pub(crate) struct Shared {
     eviction: EvictionPolicy,
     words: Box<[BlockWord]>,
     blank: BlankBlocks,
+    /// By the default policy all that is idle, else what is on probation.
     log: Log,
+    adaptive: Option<Adaptive>,
+    places: Places,
     index: Index,
     contents: Contents,
     /// Units that a block can be had for: blank + idle - those in the hands of who is about to take a block.
@@ -79,13 +85,20 @@ pub(crate) struct Shared {
 struct OwnLine<T>(T);
 
 /// Bytes of bookkeeping a block, in a pool that is not small; its bit among the blank ones is left out.
-const BYTES_PER_BLOCK: usize =
-    size_of::<BlockWord>() + Log::BYTES_PER_BLOCK + Index::BYTES_PER_BLOCK + Contents::BYTES_PER_BLOCK;
+const BYTES_PER_BLOCK: usize = size_of::<BlockWord>()
+    + Log::BYTES_PER_BLOCK
+    + Places::BYTES_PER_BLOCK
+    + Index::BYTES_PER_BLOCK
+    + Contents::BYTES_PER_BLOCK;
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
-fn check_memory(num_blocks: usize) -> Result<()> {
-    let bytes = num_blocks * BYTES_PER_BLOCK;
+fn check_memory(num_blocks: usize, eviction: EvictionPolicy) -> Result<()> {
+    let of_policy = match eviction {
+        EvictionPolicy::Lru => 0,
+        EvictionPolicy::Adaptive => Adaptive::BYTES_PER_BLOCK,
+    };
+    let bytes = num_blocks * (BYTES_PER_BLOCK + of_policy);
     let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
     if refused { Err(Error::OutOfMemory { name: "num_blocks", came: num_blocks, bytes }) } else { Ok(()) }
 }
@@ -101,7 +114,7 @@ impl BlockPool {
         let PoolOptions { prefix_cache, eviction } = *options;
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
-        check_memory(num_blocks)?;
+        check_memory(num_blocks, eviction)?;
         Ok(Self(Arc::new(Shared {
             num_blocks,
             block_size,
@@ -109,7 +122,9 @@ impl BlockPool {
             eviction,
             words: (0..=num_blocks).map(|_| BlockWord::default()).collect(),
             blank: BlankBlocks::new(num_blocks),
-            log: Log::new(num_blocks),
+            log: Log::new(num_blocks, Segment::Probation),
+            adaptive: (eviction == EvictionPolicy::Adaptive).then(|| Adaptive::new(num_blocks)),
+            places: Places::new(num_blocks),
             index: Index::new(num_blocks),
             contents: Contents::new(num_blocks),
             free: OwnLine(AtomicUsize::new(num_blocks)),
@@ -288,6 +303,8 @@ impl Shared {
             + size_of_val(&*self.words)
             + self.blank.bytes()
             + self.log.bytes()
+            + self.places.bytes()
+            + self.adaptive.as_ref().map_or(0, Adaptive::bytes)
             + self.index.bytes()
             + self.contents.bytes()
     }

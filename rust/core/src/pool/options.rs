@@ -11,23 +11,27 @@ pub enum EvictionPolicy {
     /// The least recently released; of one release the deepest.
     #[default]
     Lru,
+    /// The least recently released of those that were never hit, or of those that were: of whichever log is longer
+    /// than a share that adapts to what was evicted too early.
+    Adaptive,
 }
 
 impl EvictionPolicy {
     /// All there are, the default first.
-    pub const ALL: &[Self] = &[Self::Lru];
+    pub const ALL: &[Self] = &[Self::Lru, Self::Adaptive];
 
     /// What it is called where it is chosen by name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
+            Self::Adaptive => "adaptive",
         }
     }
 }
 
 impl fmt::Display for EvictionPolicy {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
+        formatter.pad(self.name())
     }
 }
 

@@ -81,8 +81,8 @@ fn a_log_without_room_costs_content_and_no_block() -> crate::Result<()> {
     let (hits, _) = shared.hold_prefix(&[key(0)], None);
     assert_eq!(hits, blocks[..1]);
     // As by readers who passed the entry, and by writers who were stopped before they entered theirs.
-    let place = shared.log.place(hits[0]);
-    assert!(shared.log.move_place(hits[0], place, Position::NOWHERE));
+    let place = shared.places.get(hits[0]);
+    assert!(shared.places.exchange(hits[0], place, Position::nowhere(place.segment())));
     while shared.log.reserve(1).is_some() {}
     shared.unhold_prefix(&hits);
     assert_eq!((pool.num_free(), pool.num_idle()), (1, 0));

@@ -6,7 +6,7 @@ use super::*;
 fn compact(pool: &BlockPool) {
     let shared = pool.shared();
     if shared.reserve(1) {
-        shared.compact();
+        shared.compact_all();
         shared.give_free(1);
     }
 }

@@ -1,0 +1,98 @@
+//! Segmented least-recently-used whose segments share out the pool by what was evicted too early.
+//!
+//! A block that is left idle for the first time goes on *probation*; one that was idle before and was hit, or
+//! whose key was evicted not long ago and is published again, is *protected*. Each segment is a log of releases
+//! of its own, and what gives way is the head of the one log that is longer than its share of both. The share adapts as in
+//! ARC (Megiddo and Modha, FAST 2003): a key that comes back soon after it was evicted from one log says that this log
+//! should have been longer.
+//!
+//! A hit costs nothing here: that a block was hit while it was idle is seen when it is released, by its place. Nor do
+//! hits on a block in use count; those of one burst are one, as 2Q (Johnson and Shasha, VLDB 1994) has it.
+//!
+//! Measured on traces in `docs/eviction.md`. The numbers here and in `ghosts` matter little; it says how much.
+
+use super::{
+    Shared,
+    ghosts::{Ghost, Ghosts},
+    index::Hash,
+    log::{Log, Position, Segment},
+};
+use crate::{
+    ids::BlockId,
+    sync::{AtomicU64, Ordering},
+};
+
+/// A whole, that shares are parts of.
+const WHOLE: u64 = 1 << 24;
+
+/// What one ghost that comes back early moves the share by, in blocks of the pool.
+const BLOCKS_PER_GHOST: u64 = 4;
+
+pub(super) struct Adaptive {
+    pub(super) protected: Log,
+    pub(super) ghosts: Ghosts,
+    /// The share of the protected log, of `WHOLE`.
+    share: AtomicU64,
+    step: u64,
+}
+
+impl Adaptive {
+    /// Bytes a block of a large pool.
+    pub(super) const BYTES_PER_BLOCK: usize = Log::BYTES_PER_BLOCK + Ghosts::BYTES_PER_BLOCK;
+
+    pub(super) fn new(num_blocks: usize) -> Self {
+        Self {
+            protected: Log::new(num_blocks, Segment::Protected),
+            ghosts: Ghosts::new(num_blocks),
+            share: AtomicU64::new(WHOLE / 2),
+            step: (BLOCKS_PER_GHOST * WHOLE / num_blocks as u64).clamp(1, WHOLE),
+        }
+    }
+
+    /// The logs, first the one that is longer than its share. What counts is the length, entries that were passed
+    /// over included: how many releases a log remembers, whatever became of the blocks.
+    pub(super) fn by_excess<'a>(&'a self, probation: &'a Log) -> [&'a Log; 2] {
+        let (new, proven) = (probation.len() as u64, self.protected.len() as u64);
+        let share = self.share.load(Ordering::Relaxed);
+        let protected_first = proven * WHOLE > share * (new + proven);
+        if protected_first { [&self.protected, probation] } else { [probation, &self.protected] }
+    }
+
+    /// A block is published under a key with this hash: the place that it begins with.
+    fn begin(&self, hash: Hash) -> Position {
+        let Some(Ghost { segment, is_recent }) = self.ghosts.recall(hash) else {
+            return Position::NEW;
+        };
+        if is_recent {
+            let moved = |share: u64| match segment {
+                Segment::Probation => share.saturating_sub(self.step),
+                Segment::Protected => WHOLE.min(share + self.step),
+            };
+            // Of two at once, one may be lost.
+            self.share.store(moved(self.share.load(Ordering::Relaxed)), Ordering::Relaxed);
+        }
+        Position::nowhere(Segment::Protected)
+    }
+
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        self.protected.bytes() + self.ghosts.bytes()
+    }
+}
+
+impl Shared {
+    /// What a block was is forgotten: the caller is publishing it under a key with this hash. He has a claim on it
+    /// and it cannot be found, so nobody else enters it anywhere.
+    pub(super) fn begin_history(&self, block: BlockId, hash: Hash) {
+        if let Some(adaptive) = &self.adaptive {
+            self.places.set(block, adaptive.begin(hash));
+        }
+    }
+
+    /// Get at hand what publishing under these hashes will look at.
+    pub(super) fn touch_history(&self, hashes: impl IntoIterator<Item = Hash>) {
+        if let Some(adaptive) = &self.adaptive {
+            hashes.into_iter().for_each(|hash| adaptive.ghosts.touch(hash));
+        }
+    }
+}
