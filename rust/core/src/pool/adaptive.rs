@@ -49,13 +49,13 @@ impl Adaptive {
         }
     }
 
-    /// The logs, first the one that is longer than its share. What counts is the length, entries that were passed
-    /// over included: how many releases a log remembers, whatever became of the blocks.
-    pub(super) fn by_excess<'a>(&'a self, probation: &'a Log) -> [&'a Log; 2] {
+    /// The logs, first the one that is longer than its share, and by how much. What counts is the length, entries
+    /// that were passed over included: how many releases a log remembers, whatever became of the blocks.
+    pub(super) fn by_excess<'a>(&'a self, probation: &'a Log) -> ([&'a Log; 2], usize) {
         let (new, proven) = (probation.len() as u64, self.protected.len() as u64);
-        let share = self.share.load(Ordering::Relaxed);
-        let protected_first = proven * WHOLE > share * (new + proven);
-        if protected_first { [&self.protected, probation] } else { [probation, &self.protected] }
+        let share = self.share.load(Ordering::Relaxed) * (new + proven) / WHOLE;
+        let logs = if proven > share { [&self.protected, probation] } else { [probation, &self.protected] };
+        (logs, proven.abs_diff(share) as usize)
     }
 
     /// A block is published under a key with this hash: the place that it begins with.
@@ -94,5 +94,53 @@ impl Shared {
         if let Some(adaptive) = &self.adaptive {
             hashes.into_iter().for_each(|hash| adaptive.ghosts.touch(hash));
         }
+    }
+}
+
+#[cfg(all(test, not(any(loom, schedules))))]
+mod tests {
+    use super::*;
+
+    /// Evict something from one log and publish it again at once.
+    fn regret(adaptive: &Adaptive, segment: Segment) -> u64 {
+        adaptive.ghosts.remember(&[Hash(7 << 40)], segment);
+        assert_eq!(adaptive.begin(Hash(7 << 40)), Position::nowhere(Segment::Protected));
+        adaptive.share.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn the_share_grows_by_what_its_log_lost_too_early_and_shrinks_by_what_the_other_did() {
+        let adaptive = Adaptive::new(1000);
+        assert_eq!(regret(&adaptive, Segment::Protected), WHOLE / 2 + adaptive.step);
+        assert_eq!(regret(&adaptive, Segment::Probation), WHOLE / 2);
+        let all = |segment| (0..1000).map(|_| regret(&adaptive, segment)).last();
+        assert_eq!(all(Segment::Probation), Some(0));
+        assert_eq!(all(Segment::Protected), Some(WHOLE));
+    }
+
+    #[test]
+    fn what_was_evicted_long_ago_does_not_move_the_share() {
+        let adaptive = Adaptive::new(1000);
+        adaptive.ghosts.remember(&[Hash(7 << 40)], Segment::Protected);
+        adaptive.ghosts.remember(&[Hash(1); 500], Segment::Protected);
+        assert_eq!(adaptive.begin(Hash(7 << 40)), Position::nowhere(Segment::Protected));
+        assert_eq!(adaptive.share.load(Ordering::Relaxed), WHOLE / 2);
+    }
+
+    #[test]
+    fn a_log_is_read_that_is_longer_than_its_share() {
+        let (adaptive, probation) = (Adaptive::new(1000), Log::new(1000, Segment::Probation));
+        let first = || {
+            let (logs, excess) = adaptive.by_excess(&probation);
+            (logs[0].segment(), excess)
+        };
+        assert_eq!(first(), (Segment::Probation, 0));
+        adaptive.protected.reserve(300);
+        probation.reserve(310);
+        assert_eq!(first(), (Segment::Probation, 5));
+        adaptive.protected.reserve(12);
+        assert_eq!(first(), (Segment::Protected, 1));
+        adaptive.share.store(WHOLE, Ordering::Relaxed);
+        assert_eq!(first(), (Segment::Probation, 310));
     }
 }

@@ -230,9 +230,10 @@ impl Shared {
         let end = taken.len() + most;
         while taken.len() < end {
             let start = taken.len();
-            for log in adaptive.by_excess(&self.log) {
+            let (logs, excess) = adaptive.by_excess(&self.log);
+            for log in logs {
                 if taken.len() == start {
-                    self.evict_from(log, BATCH.min(end - start), claim, taken);
+                    self.evict_from(log, excess.clamp(1, end - start), claim, taken);
                 }
             }
             if taken.len() == start {
@@ -287,7 +288,7 @@ impl Shared {
     }
 
     /// What releases do at times.
-    #[cfg(test)]
+    #[cfg(all(test, any(loom, schedules)))]
     pub(super) fn compact_all(&self) {
         self.compact(&self.log);
         if let Some(adaptive) = &self.adaptive {
