@@ -97,7 +97,7 @@ impl Shared {
     }
 }
 
-#[cfg(all(test, not(any(loom, schedules))))]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

@@ -110,6 +110,45 @@ fn a_hit_that_is_undone_or_on_a_block_in_use_protects_nothing() -> crate::Result
 }
 
 #[test]
+fn a_hit_on_a_protected_block_that_is_undone_leaves_no_trace() -> crate::Result<()> {
+    let pool = adaptive(2)?;
+    let shared = pool.shared();
+    let blocks = leave(shared, 0..1);
+    hit(shared, 0);
+    let place = shared.places.get(blocks[0]);
+    assert!(is_cached(shared, 0), "which is a hit, and undone");
+    assert_eq!(shared.places.get(blocks[0]), place);
+    Ok(())
+}
+
+#[test]
+fn a_block_whose_entry_was_passed_while_it_was_in_use_is_not_new() -> crate::Result<()> {
+    let pool = adaptive(2)?;
+    let shared = pool.shared();
+    let blocks = leave(shared, 0..2);
+    let (hits, _) = shared.hold_prefix(&[key(0)], None);
+    assert_eq!(pool.allocate(1)?, blocks[1..]);
+    assert!(shared.places.get(blocks[0]).is_nowhere());
+    shared.drop_references(&hits);
+    assert!(shared.log_of(shared.places.get(blocks[0])).has(shared.places.get(blocks[0]), blocks[0]));
+    assert_eq!(shared.places.get(blocks[0]).segment(), Segment::Protected);
+    Ok(())
+}
+
+#[test]
+fn hits_without_end_cost_no_content() -> crate::Result<()> {
+    for &eviction in EvictionPolicy::ALL {
+        let pool = BlockPool::with_options(2, 1, &PoolOptions { eviction, ..PoolOptions::default() })?;
+        leave(pool.shared(), 0..2);
+        (0..1000).for_each(|_| hit(pool.shared(), 0));
+        assert!(is_cached(pool.shared(), 0) && is_cached(pool.shared(), 1), "{eviction}");
+        assert_eq!(pool.stats().evictions, 0);
+        pool.audit()?;
+    }
+    Ok(())
+}
+
+#[test]
 fn what_is_written_anew_begins_anew() -> crate::Result<()> {
     let pool = adaptive(4)?;
     let shared = pool.shared();
