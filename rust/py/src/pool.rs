@@ -24,7 +24,8 @@ use crate::{
 /// `num_blocks` (at least 1) usable blocks of `block_size` (at least 1) tokens; storage needs one block more, since
 /// block 0 is the null block. Without `prefix_cache` nothing is ever found. `eviction`, one of EVICTION_POLICIES, says which
 /// idle block gives way when a block is wanted and none is blank: "lru" the least recently released one, of one release
-/// the deepest. Calls may come from any thread.
+/// the deepest; "adaptive" the same of those that were never hit, or of those that were, whichever have more than a share
+/// that adapts. Calls may come from any thread.
 ///
 /// Raises ValueError or TypeError for what is not allowed.
 #[pyclass(name = "BlockPool", module = "kvfolio", frozen, weakref)]
@@ -139,7 +140,7 @@ impl PyBlockPool {
 
     /// `int32[n]`: blocks with one reference each, lent to the caller; all or nothing.
     ///
-    /// Blank blocks come first, then idle ones, least recently released first. Raises OutOfBlocks.
+    /// Blank blocks come first, then idle ones in the order of the pool's eviction policy. Raises OutOfBlocks.
     fn allocate<'py>(&self, py: Python<'py>, n: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<i32>>> {
         let blocks = self.0.allocate(arguments::count("n", n, 0)?)?;
         Ok(arrays::block_ids(py, &blocks))

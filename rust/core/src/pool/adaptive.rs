@@ -58,7 +58,9 @@ impl Adaptive {
         (logs, proven.abs_diff(share) as usize)
     }
 
-    /// A block is published under a key with this hash: the place that it begins with.
+    /// A block is published under a key with this hash: the place that it begins with. Apart, here and below, for the
+    /// default policy's sake: where it does not call it has the registers to itself.
+    #[inline(never)]
     fn begin(&self, hash: Hash) -> Position {
         let Some(Ghost { segment, is_recent }) = self.ghosts.recall(hash) else {
             return Position::NEW;
@@ -72,6 +74,11 @@ impl Adaptive {
             self.share.store(moved(self.share.load(Ordering::Relaxed)), Ordering::Relaxed);
         }
         Position::nowhere(Segment::Protected)
+    }
+
+    #[inline(never)]
+    fn touch(&self, hashes: impl IntoIterator<Item = Hash>) {
+        hashes.into_iter().for_each(|hash| self.ghosts.touch(hash));
     }
 
     #[cfg(feature = "internals")]
@@ -92,7 +99,7 @@ impl Shared {
     /// Get at hand what publishing under these hashes will look at.
     pub(super) fn touch_history(&self, hashes: impl IntoIterator<Item = Hash>) {
         if let Some(adaptive) = &self.adaptive {
-            hashes.into_iter().for_each(|hash| adaptive.ghosts.touch(hash));
+            adaptive.touch(hashes);
         }
     }
 }

@@ -121,6 +121,7 @@ impl Ghosts {
     }
 
     /// These were evicted from one log. Where a bucket is full, its oldest goes.
+    #[inline(never)]
     pub(super) fn remember(&self, hashes: &[Hash], segment: Segment) {
         let now = self.now();
         for hash in hashes {

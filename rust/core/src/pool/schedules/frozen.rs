@@ -132,6 +132,12 @@ fn in_evicting() {
 }
 
 #[test]
+fn in_bringing_back_what_was_evicted() {
+    // By then all of two logs is for the protected one, and that is where the last block has to come from.
+    check(&[Take(1), KEEP, Drop, Hit(0, 1), Drop, Take(2), DropAll, Take(1), KEEP, Drop, Take(2), DropAll]);
+}
+
+#[test]
 fn in_hitting() {
     check(&[Take(1), KEEP, Drop, Hit(0, 1), Drop, Hit(0, 2), DropAll, Match(2)]);
 }
