@@ -1,15 +1,15 @@
 //! What was evicted not long ago: keys without blocks, each with the log that its block was in.
 //!
 //! A table of marks, a cache line of them a bucket, made for four times the blocks. A mark has a few bits of the
-//! key, so it may be another key's, once in tens of thousands of look-ups; and the time in evictions, in so few
-//! bits that they wrap around, which is harmless as long as the oldest mark of a bucket goes first. Marks are
-//! hints for a policy: all operations are relaxed, and of two that cross, one may be lost.
+//! key, so it may be another key's, once in thousands of look-ups; and the time in evictions, in so few bits
+//! that they wrap around, which is harmless as long as the marks of a bucket go in turn. Marks are hints for a
+//! policy: all operations are relaxed, and of two that cross, one may be lost.
 
 use super::{index::Hash, log::Segment};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// Marks in a bucket: a cache line; in a model few.
-const MARKS: usize = if cfg!(any(loom, schedules)) { 2 } else { 16 };
+/// Marks in a bucket: a cache line but for the turn; in a model few.
+const MARKS: usize = if cfg!(any(loom, schedules)) { 2 } else { 15 };
 /// Marks for each block of the pool.
 const MARKS_PER_BLOCK: usize = 4;
 /// Times are in steps of which the pool's blocks are so many evictions.
@@ -47,7 +47,7 @@ impl Mark {
     }
 
     fn age(self, now: Times) -> u32 {
-        if self.0 == 0 { u32::MAX } else { now.all().wrapping_sub(self.0) % (1 << TIME_BITS) }
+        now.all().wrapping_sub(self.0) % (1 << TIME_BITS)
     }
 
     fn own_age(self, now: Times) -> u32 {
@@ -74,7 +74,11 @@ impl Times {
 
 #[repr(align(64))]
 #[derive(Default)]
-struct Bucket([AtomicU32; MARKS]);
+struct Bucket {
+    /// How many marks were made here, so which one is the oldest.
+    turn: AtomicU32,
+    marks: [AtomicU32; MARKS],
+}
 
 /// A key that was evicted not long ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -117,19 +121,18 @@ impl Ghosts {
 
     /// Read the bucket where the hash belongs, so that it is at hand.
     pub(super) fn touch(&self, hash: Hash) {
-        std::hint::black_box(self.bucket(hash).0[0].load(Ordering::Relaxed));
+        std::hint::black_box(self.bucket(hash).turn.load(Ordering::Relaxed));
     }
 
-    /// These were evicted from one log. Where a bucket is full, its oldest goes.
+    /// These were evicted from one log. Each takes the place of the oldest in its bucket.
     #[inline(never)]
     pub(super) fn remember(&self, hashes: &[Hash], segment: Segment) {
         let now = self.now();
         for hash in hashes {
-            let bucket = &self.bucket(*hash).0;
-            let rank = |mark: &&AtomicU32| Mark(mark.load(Ordering::Relaxed)).age(now);
-            if let Some(oldest) = bucket.iter().max_by_key(rank) {
-                oldest.store(Mark::new(*hash, segment, now).0, Ordering::Relaxed);
-            }
+            let bucket = self.bucket(*hash);
+            let turn = bucket.turn.load(Ordering::Relaxed);
+            bucket.turn.store(turn.wrapping_add(1), Ordering::Relaxed);
+            bucket.marks[turn as usize % MARKS].store(Mark::new(*hash, segment, now).0, Ordering::Relaxed);
         }
         self.evicted[segment as usize].fetch_add(hashes.len() as u64, Ordering::Relaxed);
     }
@@ -137,7 +140,7 @@ impl Ghosts {
     /// The ghost of a key that is published again; it is none any more.
     pub(super) fn recall(&self, hash: Hash) -> Option<Ghost> {
         let now = self.now();
-        let mut marks = self.bucket(hash).0.iter().map(|slot| (slot, Mark(slot.load(Ordering::Relaxed))));
+        let mut marks = self.bucket(hash).marks.iter().map(|slot| (slot, Mark(slot.load(Ordering::Relaxed))));
         let (slot, mark) = marks.find(|(_, mark)| mark.is_of(hash))?;
         slot.store(0, Ordering::Relaxed);
         let ghost = Ghost { segment: mark.segment(), is_recent: mark.own_age(now) < RECENT };
