@@ -2,28 +2,78 @@
 //! where it lies, for all rows of the tile.
 //!
 //! Keys are taken a chunk at a time, whatever the block size: score, soften (the online softmax's rescaling),
-//! accumulate. All KV heads of the tile are taken through a chunk before the next one, so that memory is read in the
-//! order in which it lies.
+//! accumulate. In between, few keys meet the rows of all KV heads before the next ones do, in an [`Order`] in which a
+//! CPU foresees by itself what is read next.
 #![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
 use std::f32::consts::LOG2_E;
-use std::mem;
 use std::ops::Range;
 
 use super::buffer::Buffer;
-use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
+use super::chunk::{CHUNK, Chunk, KEYS};
 use super::element::Element;
 use super::job::{Job, Tile};
 use super::output::Denominator;
 use super::scratch::Scratch;
 use super::simd::{MAX_LANES, Simd};
 
-/// Bytes of K and V of a chunk, which lie in the second-level cache together with those of the next one.
-const CHUNK_BYTES: usize = 1 << 18;
-
 /// Keys whose products with the rows are in registers at once.
 const AT_ONCE: usize = 4;
+
+/// What CPUs follow reads in, one ascending run of them in each.
+const PAGE: usize = 4096;
+
+/// In which order [`KEYS`] keys are read: with a step of 1, all of them for one head, then for the next; with a step of
+/// 2 those at even places for all heads, then the others.
+///
+/// A CPU that sees reads ascend through a page of memory fetches what comes next, in dozens of pages at once. With the
+/// heads of a token side by side, tokens that share a page would give two runs in it, which it takes for disorder.
+#[derive(Clone, Copy)]
+struct Order {
+    step: usize,
+}
+
+impl Order {
+    #[inline(always)]
+    fn of<E: Element>(job: &Job<'_, E>) -> Self {
+        let [_, _, heads, head_dim] = job.keys.shape();
+        let token = if job.keys.has_adjacent_heads() { heads * head_dim * size_of::<E>() } else { PAGE };
+        Self { step: (PAGE / token.max(1)).clamp(1, KEYS / AT_ONCE).next_power_of_two() }
+    }
+
+    /// What is read for all heads, one after the other.
+    #[inline(always)]
+    fn turns(self, keys: usize) -> impl Iterator<Item = Places> {
+        let step = self.step;
+        (0..keys).step_by(KEYS).flat_map(move |first| {
+            let end = keys.min(first + KEYS);
+            (first..end.min(first + step)).map(move |start| Places { start, end, step })
+        })
+    }
+}
+
+/// Places of a chunk: every `step`-th from `start` on, below `end`.
+#[derive(Clone, Copy)]
+struct Places {
+    start: usize,
+    end: usize,
+    step: usize,
+}
+
+impl Places {
+    /// Those in a range.
+    #[inline(always)]
+    fn within(self, range: &Range<usize>) -> Self {
+        let passed = range.start.saturating_sub(self.start).next_multiple_of(self.step);
+        Self { start: self.start + passed, end: self.end.min(range.end), ..self }
+    }
+
+    #[inline(always)]
+    fn is_empty(self) -> bool {
+        self.start >= self.end
+    }
+}
 
 /// Working memory. Rows of all heads of the tile are numbered through, head by head.
 #[derive(Default)]
@@ -32,9 +82,9 @@ pub(crate) struct Memory {
     queries: Buffer,
     /// Weighted sums of V so far, a row each.
     sums: Buffer,
-    /// Scores of the chunk's keys of one head, then their weights, a row each.
+    /// Scores of the chunk's keys, then their weights, a row each.
     scores: Buffer,
-    rows: Vec<Row>,
+    so_far: Vec<Denominator>,
     /// Which of the chunk's keys each row of a head sees.
     seen: Vec<Range<usize>>,
     /// `head_dim`, and what it takes with padding.
@@ -42,42 +92,24 @@ pub(crate) struct Memory {
     width: usize,
 }
 
-/// State of one row's softmax.
-#[derive(Clone, Copy)]
-struct Row {
-    so_far: Denominator,
-    /// What the chunk in hand makes of earlier sums.
-    rescale: f32,
-}
-
 #[inline(always)]
 pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
     let memory = &mut scratch.thin;
     let rows = tile.queries.len() * job.group;
     load_queries(simd, job, tile, memory);
-    let bytes = 2 * tile.heads.len() * memory.head_dim * size_of::<E>();
-    let most = (CHUNK_BYTES / bytes.max(1) / KEYS * KEYS).clamp(2 * KEYS, CHUNK);
+    let order = Order::of(job);
     let seen = job.seen_by_any(tile);
-    let at = |first: usize| first.min(seen.end)..(first + most).min(seen.end);
-    let (mut chunk, mut next) = (Chunk::new(), Chunk::new());
-    chunk.locate(job, tile.row, tile.heads.start, at(seen.start));
-    let mut first = Ahead::new(&chunk, job, tile.heads.len());
-    first.keys(simd, KEYS * tile.heads.len());
-    first.values(simd, KEYS * tile.heads.len());
-    while chunk.len() > 0 {
-        next.locate(job, tile.row, tile.heads.start, at(chunk.positions.end));
-        let mut ahead = Ahead::new(&next, job, tile.heads.len());
+    let mut chunk = Chunk::new();
+    for first in seen.clone().step_by(CHUNK) {
+        chunk.locate(job, tile.row, tile.heads.start, first..seen.end.min(first + CHUNK));
         mark_seen(job, tile, &chunk.positions, memory);
+        score(simd, job, tile, order, &mut chunk, memory);
         for (place, kv_head) in tile.heads.clone().enumerate() {
-            chunk.turn_to(job, place);
-            ahead.turn_to(job, place);
-            score(simd, &chunk, &mut ahead, rows, place, memory);
             for row in 0..rows {
                 soften(simd, job, tile, &chunk.positions, kv_head, row, place * rows + row, memory);
             }
-            accumulate(simd, &chunk, &mut ahead, rows, place, memory);
         }
-        mem::swap(&mut chunk, &mut next);
+        accumulate(simd, job, tile, order, &mut chunk, memory);
     }
     for (place, kv_head) in tile.heads.clone().enumerate() {
         for row in 0..rows {
@@ -86,7 +118,7 @@ pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, s
             let sums = &memory.sums[number * memory.width..][..memory.head_dim];
             // SAFETY: each query and head is in one tile of its kind, and each of these is run once.
             unsafe {
-                job.output.put(simd, job, tile, [query, head], memory.rows[number].so_far, sums);
+                job.output.put(simd, job, tile, [query, head], memory.so_far[number], sums);
             }
         }
     }
@@ -100,9 +132,9 @@ fn load_queries<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, mem
     memory.width = memory.head_dim.next_multiple_of(MAX_LANES);
     memory.queries.reserve(all * memory.width);
     memory.sums.reserve(all * memory.width);
-    memory.scores.reserve(rows * CHUNK);
-    memory.rows.clear();
-    memory.rows.resize(all, Row { so_far: Denominator::EMPTY, rescale: 1.0 });
+    memory.scores.reserve(all * CHUNK);
+    memory.so_far.clear();
+    memory.so_far.resize(all, Denominator::EMPTY);
     memory.seen.clear();
     memory.seen.resize(rows, 0..0);
     memory.sums[..all * memory.width].fill(0.0);
@@ -133,77 +165,83 @@ fn mark_seen<E: Element>(job: &Job<'_, E>, tile: &Tile, chunk: &Range<usize>, me
 #[inline(always)]
 fn score<S: Simd, E: Element>(
     simd: S,
-    chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
-    rows: usize,
-    head: usize,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    order: Order,
+    chunk: &mut Chunk<E>,
     memory: &mut Memory,
 ) {
-    let mut row = 0;
-    while row < rows {
-        row += match rows - row {
-            4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
-            2.. => score_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
-            _ => score_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
-        };
+    let rows = memory.seen.len();
+    for places in order.turns(chunk.len()) {
+        for head in 0..tile.heads.len() {
+            chunk.turn_to(job, head);
+            for first in (places.start..places.end).step_by(AT_ONCE * places.step) {
+                let mut keys = [std::ptr::null(); AT_ONCE];
+                for place in 0..AT_ONCE {
+                    keys[place] = chunk.key(first + place * places.step);
+                }
+                let (mut row, at) = (0, Places { start: first, ..places });
+                while row < rows {
+                    let number = head * rows + row;
+                    row += match rows - row {
+                        4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, keys, at, number, memory),
+                        2.. => score_rows::<S, E, 2>(simd, keys, at, number, memory),
+                        _ => score_rows::<S, E, 1>(simd, keys, at, number, memory),
+                    };
+                }
+            }
+        }
     }
 }
 
+/// Those of M rows, from a number on, and of the first few places.
 #[inline(always)]
 fn score_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
-    chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
-    first_row: usize,
-    row: usize,
+    keys: [*const E; AT_ONCE],
+    places: Places,
+    number: usize,
     memory: &mut Memory,
 ) -> usize {
     let (dim, width) = (memory.head_dim, memory.width);
-    let queries = memory.queries[(first_row + row) * width..][..M * width].as_ptr();
-    let scores = &mut memory.scores[row * CHUNK..(row + M) * CHUNK];
-    for first in (0..chunk.len()).step_by(AT_ONCE) {
-        if row == 0 {
-            ahead.keys(simd, AT_ONCE);
-        }
-        let mut keys = [std::ptr::null(); AT_ONCE];
+    let queries = memory.queries[number * width..][..M * width].as_ptr();
+    let scores = &mut memory.scores[number * CHUNK..][..M * CHUNK];
+    let mut products = [[simd.splat(0.0); AT_ONCE]; M];
+    let whole = dim - dim % S::LANES;
+    for d in (0..whole).step_by(S::LANES) {
+        let mut k = [simd.splat(0.0); AT_ONCE];
         for place in 0..AT_ONCE {
-            keys[place] = chunk.key(first + place);
-        }
-        let mut products = [[simd.splat(0.0); AT_ONCE]; M];
-        let whole = dim - dim % S::LANES;
-        for d in (0..whole).step_by(S::LANES) {
-            let mut k = [simd.splat(0.0); AT_ONCE];
-            for place in 0..AT_ONCE {
-                // SAFETY: every key is the address of head_dim readable elements.
-                k[place] = unsafe { simd.load_elements(keys[place].add(d)) };
-            }
-            for m in 0..M {
-                // SAFETY: M rows of `width` numbers begin at `queries`.
-                let q = unsafe { simd.load(queries.add(m * width + d)) };
-                for place in 0..AT_ONCE {
-                    products[m][place] = simd.fma(q, k[place], products[m][place]);
-                }
-            }
-        }
-        if whole < dim {
-            for place in 0..AT_ONCE {
-                // SAFETY: as above; dim - whole elements are left.
-                let k = unsafe { simd.load_up_to(keys[place].add(whole), dim - whole) };
-                for m in 0..M {
-                    // SAFETY: as above; rows are padded.
-                    let q = unsafe { simd.load(queries.add(m * width + whole)) };
-                    products[m][place] = simd.fma(q, k, products[m][place]);
-                }
-            }
+            // SAFETY: every key is the address of head_dim readable elements.
+            k[place] = unsafe { simd.load_elements(keys[place].add(d)) };
         }
         for m in 0..M {
-            scores[m * CHUNK + first..][..AT_ONCE].copy_from_slice(&simd.sum_each(products[m]));
+            // SAFETY: M rows of `width` numbers begin at `queries`.
+            let q = unsafe { simd.load(queries.add(m * width + d)) };
+            for place in 0..AT_ONCE {
+                products[m][place] = simd.fma(q, k[place], products[m][place]);
+            }
+        }
+    }
+    if whole < dim {
+        for place in 0..AT_ONCE {
+            // SAFETY: as above; dim - whole elements are left.
+            let k = unsafe { simd.load_up_to(keys[place].add(whole), dim - whole) };
+            for m in 0..M {
+                // SAFETY: as above; rows are padded.
+                let q = unsafe { simd.load(queries.add(m * width + whole)) };
+                products[m][place] = simd.fma(q, k, products[m][place]);
+            }
+        }
+    }
+    for m in 0..M {
+        for (place, sum) in simd.sum_each(products[m]).into_iter().enumerate() {
+            scores[m * CHUNK + places.start + place * places.step] = sum;
         }
     }
     M
 }
 
-/// Turns one row's products into weights, relative to its new maximum.
+/// Turns one row's products into weights, relative to its new maximum, and its sums so far, too.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a loop's body")]
 fn soften<S: Simd, E: Element>(
@@ -216,13 +254,11 @@ fn soften<S: Simd, E: Element>(
     number: usize,
     memory: &mut Memory,
 ) {
-    let state = &mut memory.rows[number];
     let seen = memory.seen[row].clone();
-    state.rescale = 1.0;
     if seen.is_empty() {
         return;
     }
-    let scores = &mut memory.scores[row * CHUNK..(row + 1) * CHUNK];
+    let scores = &mut memory.scores[number * CHUNK..][..CHUNK];
     let used = seen.end.next_multiple_of(S::LANES);
     if let Some(cap) = job.scoring.logit_softcap {
         let (cap, inverse) = (simd.splat(cap), simd.splat(1.0 / cap));
@@ -249,10 +285,15 @@ fn soften<S: Simd, E: Element>(
         largest = simd.max(largest, simd.get(x));
     }
     let largest = simd.max_lane(largest) * LOG2_E;
-    let before = state.so_far;
+    let before = &mut memory.so_far[number];
     let top = if largest > before.top { largest } else { before.top };
     if top > before.top {
-        state.rescale = (before.top - top).exp2();
+        let factor = (before.top - top).exp2();
+        before.total *= factor;
+        let factor = simd.splat(factor);
+        for sums in memory.sums[number * memory.width..][..memory.width].chunks_exact_mut(S::LANES) {
+            simd.put(sums, simd.mul(factor, simd.get(sums)));
+        }
     }
     let (tops, to_base_2, zero) = (simd.splat(-top), simd.splat(LOG2_E), simd.splat(0.0));
     let mut total = zero;
@@ -262,97 +303,90 @@ fn soften<S: Simd, E: Element>(
         simd.put(x, weight);
     }
     let total = simd.sum_each([total, zero, zero, zero])[0];
-    state.so_far = Denominator { top, total: before.total * state.rescale + total };
+    *before = Denominator { top, total: before.total + total };
 }
 
 /// Adds the chunk's rows of V to the sums, weighted.
-///
-/// Rows go together over the keys that all of them see, and alone over the others: a weight of zero would not
-/// do for an unseen key, since zero times NaN is NaN.
 #[inline(always)]
 fn accumulate<S: Simd, E: Element>(
     simd: S,
-    chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
-    rows: usize,
-    head: usize,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    order: Order,
+    chunk: &mut Chunk<E>,
     memory: &mut Memory,
 ) {
-    let mut row = 0;
-    while row < rows {
-        row += match rows - row {
-            4.. if S::ROWS >= 4 => accumulate_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
-            2.. => accumulate_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
-            _ => accumulate_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
-        };
+    let rows = memory.seen.len();
+    for places in order.turns(chunk.len()) {
+        for head in 0..tile.heads.len() {
+            chunk.turn_to(job, head);
+            let mut row = 0;
+            while row < rows {
+                row += match rows - row {
+                    4.. if S::ROWS >= 4 => add_rows::<S, E, 4>(simd, chunk, places, head * rows, row, memory),
+                    2.. => add_rows::<S, E, 2>(simd, chunk, places, head * rows, row, memory),
+                    _ => add_rows::<S, E, 1>(simd, chunk, places, head * rows, row, memory),
+                };
+            }
+        }
     }
 }
 
+/// Adds some values to M rows' sums: together where all of them see a value, alone elsewhere, since a weight of zero
+/// would not do for an unseen one: zero times NaN is NaN.
 #[inline(always)]
-fn accumulate_rows<S: Simd, E: Element, const M: usize>(
+fn add_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
+    places: Places,
     first_row: usize,
     row: usize,
     memory: &mut Memory,
 ) -> usize {
-    let (mut start, mut stop) = (0, usize::MAX);
+    let (mut start, mut stop) = (0, CHUNK);
     for m in 0..M {
         start = start.max(memory.seen[row + m].start);
         stop = stop.min(memory.seen[row + m].end);
     }
-    let together = start < stop;
-    if together {
-        let ahead = if row == 0 { Some(ahead) } else { None };
-        add_weighted::<S, E, M>(simd, chunk, start..stop, first_row, row, true, ahead, memory);
+    let together = places.within(&(start..stop));
+    if !together.is_empty() {
+        add_weighted::<S, E, M>(simd, chunk, together, first_row + row, memory);
     }
-    if M == 1 {
+    if M == 1 || (start <= places.start && stop >= places.end) {
         return M;
     }
     for m in 0..M {
         let seen = memory.seen[row + m].clone();
-        let parts = if together { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
+        let parts = if start < stop { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
         for part in parts {
-            if !part.is_empty() {
-                add_weighted::<S, E, 1>(simd, chunk, part, first_row, row + m, !together, None, memory);
+            let alone = places.within(&part);
+            if !alone.is_empty() {
+                add_weighted::<S, E, 1>(simd, chunk, alone, first_row + row + m, memory);
             }
         }
     }
     M
 }
 
-/// Adds the weighted V of the keys in `range` to the sums of M rows, which are rescaled before if so asked.
+/// Adds the weighted V of some places to the sums of M rows, from a number on.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "a loop's body")]
 fn add_weighted<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    range: Range<usize>,
-    first_row: usize,
-    row: usize,
-    rescale: bool,
-    mut ahead: Option<&mut Ahead<'_, E>>,
+    places: Places,
+    number: usize,
     memory: &mut Memory,
 ) {
     let (dim, width) = (memory.head_dim, memory.width);
-    let mut factors = [1.0; M];
-    if rescale {
-        for m in 0..M {
-            factors[m] = memory.rows[first_row + row + m].rescale;
-        }
-    }
-    let weights = &memory.scores[row * CHUNK..][..M * CHUNK];
-    let sums = &mut memory.sums[(first_row + row) * width..][..M * width];
+    let weights = &memory.scores[number * CHUNK..][..M * CHUNK];
+    let sums = &mut memory.sums[number * width..][..M * width];
     let mut d = 0;
     while d + 4 * S::LANES <= dim {
-        let ahead = if d == 0 { ahead.take() } else { None };
-        add_columns::<S, E, M, 4>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        add_columns::<S, E, M, 4>(simd, chunk, places, weights, sums, width, d..dim);
         d += 4 * S::LANES;
     }
     while d < dim {
-        let ahead = if d == 0 { ahead.take() } else { None };
-        add_columns::<S, E, M, 1>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        add_columns::<S, E, M, 1>(simd, chunk, places, weights, sums, width, d..dim);
         d += S::LANES;
     }
 }
@@ -361,35 +395,30 @@ fn add_weighted<S: Simd, E: Element, const M: usize>(
 ///
 /// If N is 1, `columns` may have less than a vector left.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the body of two nested loops, for the sake of registers")]
 fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    range: Range<usize>,
+    places: Places,
     weights: &[f32],
-    factors: [f32; M],
     sums: &mut [f32],
     width: usize,
     columns: Range<usize>,
-    mut ahead: Option<&mut Ahead<'_, E>>,
 ) {
     let d = columns.start;
     let whole = columns.len() >= N * S::LANES;
-    assert!((N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && range.end <= CHUNK);
+    assert!(
+        (N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && places.end <= CHUNK
+    );
     assert!(d + N * S::LANES <= width);
     let (sums, weights) = (sums.as_mut_ptr(), weights.as_ptr());
     let mut sum = [[simd.splat(0.0); N]; M];
     for m in 0..M {
         for n in 0..N {
             // SAFETY: M rows of `width` numbers begin at `sums`, and N vectors are left from d on.
-            let before = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
-            sum[m][n] = simd.mul(before, simd.splat(factors[m]));
+            sum[m][n] = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
         }
     }
-    for key in range {
-        if let Some(ahead) = &mut ahead {
-            ahead.values(simd, 1);
-        }
+    for key in (places.start..places.end).step_by(places.step) {
         let value = chunk.value(key);
         let mut v = [simd.splat(0.0); N];
         for n in 0..N {
