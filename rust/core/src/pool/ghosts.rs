@@ -97,7 +97,7 @@ pub(super) struct Ghosts {
 
 impl Ghosts {
     /// Bytes a block of a large pool.
-    pub(super) const BYTES_PER_BLOCK: usize = MARKS_PER_BLOCK * size_of::<AtomicU32>();
+    pub(super) const BYTES_PER_BLOCK: usize = (MARKS_PER_BLOCK * size_of::<Bucket>()).div_ceil(MARKS);
 
     pub(super) fn new(num_blocks: usize) -> Self {
         let num_buckets = (MARKS_PER_BLOCK * num_blocks).div_ceil(MARKS);
