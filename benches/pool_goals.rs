@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvfolio::{BlockId, BlockPool, internals};
+use kvfolio::{BlockId, BlockPool, EvictionPolicy, PoolOptions, internals};
 
 const POOL: usize = 65_536;
 const LARGE: usize = 4 << 20;
@@ -131,8 +131,9 @@ struct Churn {
     hit: f64,
 }
 
-fn churn(num_blocks: usize, k: usize) -> Churn {
-    let pool = BlockPool::new(num_blocks, 16, true).unwrap();
+fn churn(num_blocks: usize, k: usize, eviction: EvictionPolicy) -> Churn {
+    let options = PoolOptions { eviction, ..PoolOptions::default() };
+    let pool = BlockPool::with_options(num_blocks, 16, &options).unwrap();
     let keys = internals::keys(2 * num_blocks);
     let fill = |first: usize| {
         let part = &keys[first % keys.len()..][..k];
@@ -239,13 +240,17 @@ fn main() {
         }
     }
     for num_blocks in [POOL, LARGE] {
-        let churn = churn(num_blocks, 64);
-        row(&format!("evicting allocate, {num_blocks} blocks, k = 64"), churn.evict, Some(60.0), None);
-        row("publish", churn.publish, None, None);
-        row("release to idle", churn.release, None, None);
-        row("hit", churn.hit, None, None);
-        let bytes = internals::bytes(&churn.pool) as f64 / num_blocks as f64;
-        row("bytes a block, all structures", bytes, Some(96.0), None);
+        for &policy in EvictionPolicy::ALL {
+            let churn = churn(num_blocks, 64, policy);
+            let goal = |goal| (policy == EvictionPolicy::default()).then_some(goal);
+            let what = format!("evicting allocate, {num_blocks} blocks, k = 64, {policy}");
+            row(&what, churn.evict, goal(60.0), None);
+            row("publish", churn.publish, None, None);
+            row("release to idle", churn.release, None, None);
+            row("hit", churn.hit, None, None);
+            let bytes = internals::bytes(&churn.pool) as f64 / num_blocks as f64;
+            row("bytes a block, all structures", bytes, goal(96.0), None);
+        }
     }
     let tokens: Vec<i32> = (0..16 * 4096).collect();
     let hash = per_block(4096, 4096, |_| timed(|| black_box(internals::chain(&tokens, 16))).0);

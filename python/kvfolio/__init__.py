@@ -7,6 +7,7 @@ sequences, and each of its steps is a `Plan`: the arrays that an attention kerne
 """
 
 from kvfolio._native import (
+    EVICTION_POLICIES,
     Batch,
     BlockPool,
     BlockTable,
@@ -37,6 +38,7 @@ from kvfolio.plan_buffers import PlanBuffers
 from kvfolio.table_mirror import MirroredPlan, PlanMessage, TableMirror
 
 __all__ = [
+    "EVICTION_POLICIES",
     "Batch",
     "BatchFull",
     "BlockPool",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
 __all__ = [
+    "EVICTION_POLICIES",
     "Batch",
     "BlockPool",
     "BlockTable",
@@ -33,6 +34,7 @@ _Integers: TypeAlias = SequenceOf[int] | NDArray[np.integer]
 _Extra: TypeAlias = tuple[int, int, bytes]
 
 __version__: Final[str]
+EVICTION_POLICIES: Final[tuple[str, ...]]
 
 def block_layout(num_tokens: SupportsIndex, block_size: SupportsIndex) -> tuple[int, int]: ...
 def attend(
@@ -73,12 +75,19 @@ def copy_blocks(dtype: str, arrays: list[NDArray[Any]], copies: NDArray[np.int32
 @final
 class BlockPool:
     def __new__(
-        cls, num_blocks: SupportsIndex, block_size: SupportsIndex, *, prefix_cache: bool = True
+        cls,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex,
+        *,
+        prefix_cache: bool = True,
+        eviction: str = "lru",
     ) -> Self: ...
     @property
     def num_blocks(self) -> int: ...
     @property
     def block_size(self) -> int: ...
+    @property
+    def eviction(self) -> str: ...
     @property
     def null_block(self) -> int: ...
     @property

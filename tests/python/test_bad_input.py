@@ -127,6 +127,7 @@ CALLS = {
 }
 ELSEWHERE = {
     "Batch.plan.out",  # test_plan_buffers.py
+    "BlockPool.eviction",  # test_block_pool.py
     "Sequence.extend.extras",  # test_context.py
     "Context.extras",
     "Context.model",

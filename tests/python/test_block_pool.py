@@ -19,6 +19,28 @@ def test_a_new_pool_is_blank():
     assert (pool.num_blocks, pool.block_size, pool.num_physical_blocks) == (5, 4, 6)
 
 
+def test_a_pool_tells_by_which_policy_blocks_give_way():
+    assert kv.BlockPool(5, 4).eviction == kv.EVICTION_POLICIES[0] == "lru"
+    for policy in kv.EVICTION_POLICIES:
+        assert kv.BlockPool(5, 4, eviction=policy).eviction == policy
+
+
+@pytest.mark.parametrize("policy", ["", "LRU", "lru ", "best"])
+def test_an_unknown_policy_is_refused_by_name(policy):
+    allowed = ", ".join(f'"{name}"' for name in kv.EVICTION_POLICIES)
+    told = re.escape(f'eviction must be one of {allowed}, not "{policy}"')
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        kv.BlockPool(5, 4, eviction=policy)
+
+
+@pytest.mark.parametrize("policy", [1, True, b"lru", ["lru"]])
+def test_a_policy_is_named_by_text(policy):
+    with pytest.raises(TypeError) as refusal:
+        kv.BlockPool(5, 4, eviction=policy)
+    message = " ".join([str(refusal.value), *getattr(refusal.value, "__notes__", [])])
+    assert all(part in message for part in ("eviction", type(policy).__name__, "str")), message
+
+
 def test_the_null_block_is_block_0_and_never_handed_out():
     pool = kv.BlockPool(5, 4)
     assert pool.null_block == 0

@@ -136,6 +136,17 @@ def test_blank_blocks_go_before_cached_ones(pool):
     assert pool.match(range(8)) == 8 and pool.stats()["evictions"] == 0
 
 
+@pytest.mark.parametrize(("policy", "kept"), [("lru", 0), ("adaptive", 8)])
+def test_what_was_hit_outlives_what_comes_once_if_the_policy_says_so(policy, kept):
+    pool = kv.BlockPool(64, 4, eviction=policy)
+    publish(pool, range(8))
+    publish(pool, range(9))  # finds both blocks
+    for number in range(1, 101):
+        publish(pool, range(100 * number, 100 * number + 8))
+    assert pool.match(range(8)) == kept
+    pool.audit()
+
+
 def test_an_evicted_block_is_not_found_before_its_id_is_out():
     pool = kv.BlockPool(2, 4)
     publish(pool, range(8))

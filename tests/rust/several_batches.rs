@@ -14,13 +14,12 @@ use std::{
     thread,
 };
 
-use kvfolio::BlockPool;
 use proptest::{
     strategy::{Strategy, ValueTree},
     test_runner::{Config, RngAlgorithm, TestRng, TestRunner},
 };
 
-use self::world::{Memory, Op, World, ops};
+use self::world::{Memory, Op, World, ops, pool_of};
 
 const THREADS: usize = 4;
 
@@ -72,7 +71,7 @@ fn threads_on_one_pool_read_back_their_own_history() {
     for seed in seeds(25) {
         let _told = Seed(seed);
         let block_size = 1 + seed as usize % 5;
-        let pool = BlockPool::new(THREADS * (3 + seed as usize % 13), block_size, true).unwrap();
+        let pool = pool_of(THREADS * (3 + seed as usize % 13) + seed as usize % 2, block_size);
         let memory = Arc::new(Memory::new(&pool));
         let start = Barrier::new(THREADS);
         thread::scope(|scope| {

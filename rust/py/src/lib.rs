@@ -55,6 +55,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("EVICTION_POLICIES", super::pool::eviction_policies(module.py())?)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

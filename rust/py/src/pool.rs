@@ -2,12 +2,12 @@
 
 use std::fmt::Display;
 
-use kvfolio::{BlockId, BlockPool, Context, Error};
+use kvfolio::{BlockId, BlockPool, Context, Error, EvictionPolicy, PoolOptions};
 use numpy::PyArray1;
 use pyo3::{
     exceptions::PyTypeError,
     prelude::*,
-    types::{PyDict, PyType},
+    types::{PyDict, PyTuple, PyType},
 };
 
 use crate::{
@@ -22,9 +22,12 @@ use crate::{
 /// All blocks, who refers to them, and what can be found in them.
 ///
 /// `num_blocks` (at least 1) usable blocks of `block_size` (at least 1) tokens; storage needs one block more, since
-/// block 0 is the null block. Without `prefix_cache` nothing is ever found. Calls may come from any thread.
+/// block 0 is the null block. Without `prefix_cache` nothing is ever found. `eviction`, one of EVICTION_POLICIES, says which
+/// idle block gives way when a block is wanted and none is blank: "lru" the least recently released one, of one release
+/// the deepest; "adaptive" the same of those that were never hit, or of those that were, whichever have more than a share
+/// that adapts. Calls may come from any thread.
 ///
-/// Raises ValueError or TypeError for sizes that are not allowed.
+/// Raises ValueError or TypeError for what is not allowed.
 #[pyclass(name = "BlockPool", module = "kvfolio", frozen, weakref)]
 pub(crate) struct PyBlockPool(pub(crate) BlockPool);
 
@@ -61,11 +64,17 @@ fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
 #[pymethods]
 impl PyBlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true))]
-    fn new(num_blocks: Any<'_, '_>, block_size: Any<'_, '_>, prefix_cache: bool) -> Result<Self> {
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true, eviction = "lru"))]
+    fn new(
+        num_blocks: Any<'_, '_>,
+        block_size: Any<'_, '_>,
+        prefix_cache: bool,
+        eviction: &str,
+    ) -> Result<Self> {
         let num_blocks = arguments::count("num_blocks", num_blocks, 1)?;
         let block_size = arguments::count("block_size", block_size, 1)?;
-        Ok(Self(BlockPool::new(num_blocks, block_size, prefix_cache)?))
+        let options = PoolOptions { prefix_cache, eviction: eviction.parse()? };
+        Ok(Self(BlockPool::with_options(num_blocks, block_size, &options)?))
     }
 
     /// Usable blocks.
@@ -78,6 +87,12 @@ impl PyBlockPool {
     #[getter]
     fn block_size(&self) -> usize {
         self.0.block_size()
+    }
+
+    /// Which idle block gives way first: one of EVICTION_POLICIES.
+    #[getter]
+    fn eviction(&self) -> &'static str {
+        self.0.eviction().name()
     }
 
     /// The id that pads tables; never handed out.
@@ -125,7 +140,7 @@ impl PyBlockPool {
 
     /// `int32[n]`: blocks with one reference each, lent to the caller; all or nothing.
     ///
-    /// Blank blocks come first, then idle ones, least recently released first. Raises OutOfBlocks.
+    /// Blank blocks come first, then idle ones in the order of the pool's eviction policy. Raises OutOfBlocks.
     fn allocate<'py>(&self, py: Python<'py>, n: Any<'_, 'py>) -> Result<Bound<'py, PyArray1<i32>>> {
         let blocks = self.0.allocate(arguments::count("n", n, 0)?)?;
         Ok(arrays::block_ids(py, &blocks))
@@ -230,6 +245,11 @@ impl PyBlockPool {
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }
+}
+
+/// Names of the policies that a pool can be made with, the default first.
+pub(crate) fn eviction_policies(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+    PyTuple::new(py, EvictionPolicy::ALL.iter().map(|policy| policy.name()))
 }
 
 /// Objects that live in one process say so when they are pickled.

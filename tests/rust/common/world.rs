@@ -15,8 +15,8 @@ mod side;
 use std::{collections::VecDeque, sync::Arc};
 
 use kvfolio::{
-    Batch, BlockPool, Context, Error, Extra, NewTokens, Plan, PlanArrays, PlanRequest, Result, Sequence,
-    TokenCaps, UNKNOWN_TOKEN,
+    Batch, BlockPool, Context, Error, EvictionPolicy, Extra, NewTokens, Plan, PlanArrays, PlanRequest,
+    PoolOptions, Result, Sequence, TokenCaps, UNKNOWN_TOKEN,
 };
 use proptest::prelude::*;
 
@@ -204,10 +204,17 @@ fn bit_tokens(length: usize, bits: u32) -> Vec<i32> {
     (0..length).map(|index| (bits >> (index / 3)) as i32 & 1).collect()
 }
 
+/// Of one eviction policy or the other: none changes what a caller may rely on.
+pub(crate) fn pool_of(num_blocks: usize, block_size: usize) -> BlockPool {
+    let eviction = EvictionPolicy::ALL[num_blocks % EvictionPolicy::ALL.len()];
+    let options = PoolOptions { eviction, ..PoolOptions::default() };
+    BlockPool::with_options(num_blocks, block_size, &options).unwrap()
+}
+
 impl World {
     /// One with a pool to itself.
     pub(crate) fn new(num_blocks: usize, block_size: usize, num_batches: usize) -> Self {
-        let pool = BlockPool::new(num_blocks, block_size, true).unwrap();
+        let pool = pool_of(num_blocks, block_size);
         let memory = Arc::new(Memory::new(&pool));
         Self { alone: true, ..Self::beside_others(&pool, &memory, num_batches, 0) }
     }

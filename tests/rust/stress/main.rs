@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvfolio::{BlockPool, Context, Stats};
+use kvfolio::{BlockPool, Context, EvictionPolicy, PoolOptions, Stats};
 use memory::Memory;
 use random::Random;
 use serving::Server;
@@ -93,7 +93,9 @@ fn disturb(pool: &BlockPool, random: &mut Random) -> u64 {
 /// One pool, used by all threads until the end and then found whole.
 fn round(options: &Options, random: &mut Random, end: Instant) -> (u64, Stats) {
     let blocks = options.blocks / 2 + random.below(options.blocks) + 1;
-    let pool = BlockPool::new(blocks, 1 + random.below(5), true).unwrap();
+    let eviction = EvictionPolicy::ALL[blocks % EvictionPolicy::ALL.len()];
+    let choice = PoolOptions { eviction, ..PoolOptions::default() };
+    let pool = BlockPool::with_options(blocks, 1 + random.below(5), &choice).unwrap();
     let memory = Memory::of(&pool);
     let market = Market::default();
     let calls = thread::scope(|scope| {

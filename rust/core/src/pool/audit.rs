@@ -72,7 +72,8 @@ impl Shared {
             claim(!word.is_published() || self.index.find(hash, |other| other == block).is_some(), || {
                 format!("block {} is found by its key", block.as_i32())
             })?;
-            claim(!word.is_idle() || self.log.has(block), || {
+            let place = self.places.get(block);
+            claim(!word.is_idle() || self.log_of(place).has(place, block), || {
                 format!("block {} is idle and in line for eviction", block.as_i32())
             })?;
         }

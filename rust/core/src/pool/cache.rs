@@ -82,6 +82,7 @@ impl Shared {
     pub(crate) fn touch_described(&self, places: &[Described]) {
         for Described { block, hash } in places {
             self.index.touch(*hash);
+            self.touch_history([*hash]);
             black_box(self.words[block.index()].load());
             self.contents.touch(*block);
         }
@@ -270,6 +271,7 @@ impl Shared {
         let mut units = Units::default();
         for (batch, keys) in keys.chunks(LOOK_AHEAD).enumerate() {
             self.touch(keys);
+            self.touch_history(keys.iter().map(|key| self.index.hash(key)));
             for (key, index) in keys.iter().zip(batch * LOOK_AHEAD..) {
                 let block = blocks[index];
                 if block.is_null() || self.words[block.index()].load().is_published() {
@@ -295,8 +297,10 @@ impl Shared {
     fn publish_as(&self, block: BlockId, key: &Key, epoch: u64) {
         let word = &self.words[block.index()];
         if word.begin_publishing() {
+            let hash = self.index.hash(key);
             self.contents.set(block, key, epoch);
-            self.index.insert(self.index.hash(key), block);
+            self.begin_history(block, hash);
+            self.index.insert(hash, block);
             word.finish_publishing();
         }
     }

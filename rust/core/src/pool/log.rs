@@ -24,17 +24,46 @@ use crate::{
 /// Entries beyond twice the blocks, so that short logs are not compacted at every turn. Models need it to happen.
 pub(super) const SLACK: usize = if cfg!(any(loom, schedules)) { 8 } else { 256 };
 
-/// A position in the log: `lap << 32 | index in the ring`, so later ones are greater. Laps are told apart by
-/// 32 bits, which lasts for 2^32 times as many releases as the log has entries.
+/// Which log of a pool: the default policy has one, the probation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Segment {
+    /// Of blocks that were left idle for the first time.
+    Probation,
+    /// Of blocks that were idle before, and hit.
+    Protected,
+}
+
+/// A position in a log: `lap << 32 | index in the ring`, so later ones are greater. The protected log begins at
+/// the lap 2^31, so that a position tells its log, and no two logs have one in common: that lasts for 2^31 times
+/// as many releases as a log has entries.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Position(u64);
 
 impl Position {
-    /// The place of a block that has no entry.
-    pub(super) const NOWHERE: Self = Self(u64::MAX);
+    /// The place of a block that was not idle yet with what it holds.
+    pub(super) const NEW: Self = Self(0);
+
+    const PROTECTED: u64 = 1 << 63;
 
     fn new(lap: u64, index: usize) -> Self {
         Self(lap << 32 | index as u64)
+    }
+
+    pub(super) fn segment(self) -> Segment {
+        if self.0 & Self::PROTECTED == 0 { Segment::Probation } else { Segment::Protected }
+    }
+
+    /// The place of a block whose entry was passed, or that gets its first one; in this log.
+    pub(super) fn nowhere(segment: Segment) -> Self {
+        match segment {
+            Segment::Probation => Self(!Self::PROTECTED),
+            Segment::Protected => Self(u64::MAX),
+        }
+    }
+
+    /// Whether the block has no entry.
+    pub(super) fn is_nowhere(self) -> bool {
+        self == Self::NEW || self == Self::nowhere(self.segment())
     }
 
     fn lap(self) -> u32 {
@@ -62,22 +91,27 @@ pub(super) struct Log {
     tail: AtomicU64,
     /// `lap << 32 | block`; the null block where a reader has closed the position.
     entries: Box<[AtomicU64]>,
-    /// By block: the position of its entry.
-    places: Box<[AtomicU64]>,
 }
 
 impl Log {
     /// Bytes a block of a large pool.
-    pub(super) const BYTES_PER_BLOCK: usize = 3 * size_of::<AtomicU64>();
+    pub(super) const BYTES_PER_BLOCK: usize = 2 * size_of::<AtomicU64>();
 
-    pub(super) fn new(num_blocks: usize) -> Self {
-        let first = Position::new(1, 0);
+    pub(super) fn new(num_blocks: usize, segment: Segment) -> Self {
+        let lap = match segment {
+            Segment::Probation => 0,
+            Segment::Protected => Position::PROTECTED >> 32,
+        };
+        let (before, first) = (Position::new(lap, 0), Position::new(lap + 1, 0));
         Self {
             head: AtomicU64::new(first.0),
             tail: AtomicU64::new(first.0),
-            entries: (0..2 * num_blocks + SLACK).map(|_| AtomicU64::new(0)).collect(),
-            places: (0..=num_blocks).map(|_| AtomicU64::new(Position::NOWHERE.0)).collect(),
+            entries: (0..2 * num_blocks + SLACK).map(|_| AtomicU64::new(before.0)).collect(),
         }
+    }
+
+    pub(super) fn segment(&self) -> Segment {
+        self.head().segment()
     }
 
     /// The oldest position that may count.
@@ -125,28 +159,6 @@ impl Log {
         reserved.ok().map(Position)
     }
 
-    /// Where a block's entry is or will be.
-    pub(super) fn place(&self, block: BlockId) -> Position {
-        Position(self.places[block.index()].load(Ordering::Relaxed))
-    }
-
-    /// Note the place of a block that only the caller has a claim on.
-    pub(super) fn set_place(&self, block: BlockId, position: Position) {
-        let place = &self.places[block.index()];
-        // loom puts a store and somebody's `move_place` in either order afterwards, though what an exchange has
-        // read and what it wrote are neighbours, so that nothing gets between them.
-        if cfg!(loom) {
-            place.swap(position.0, Ordering::Relaxed);
-        } else {
-            place.store(position.0, Ordering::Relaxed);
-        }
-    }
-
-    /// Change the place of a block that others may use; false if it is not what it was.
-    pub(super) fn move_place(&self, block: BlockId, from: Position, to: Position) -> bool {
-        self.places[block.index()].compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
-    }
-
     /// Enter a block, which is idle or was a moment ago, at a position that the caller has reserved; false if
     /// a reader has closed it.
     pub(super) fn enter(&self, position: Position, block: BlockId) -> bool {
@@ -175,15 +187,52 @@ impl Log {
 
     #[cfg(feature = "internals")]
     pub(super) fn bytes(&self) -> usize {
-        size_of_val(&*self.entries) + size_of_val(&*self.places)
+        size_of_val(&*self.entries)
     }
 
-    /// Whether a block has an entry, and it counts.
-    pub(super) fn has(&self, block: BlockId) -> bool {
-        let place = self.place(block);
-        place != Position::NOWHERE
-            && (self.head()..self.tail()).contains(&place)
+    /// Whether the block was entered at this place, and the entry was not passed.
+    pub(super) fn has(&self, place: Position, block: BlockId) -> bool {
+        (self.head()..self.tail()).contains(&place)
             && self.entries[place.index()].load(Ordering::Acquire) == entry(place, block)
+    }
+}
+
+/// By block: the position of its entry in one of the logs.
+pub(super) struct Places(Box<[AtomicU64]>);
+
+impl Places {
+    pub(super) const BYTES_PER_BLOCK: usize = size_of::<AtomicU64>();
+
+    pub(super) fn new(num_blocks: usize) -> Self {
+        Self((0..=num_blocks).map(|_| AtomicU64::new(Position::NEW.0)).collect())
+    }
+
+    /// Where a block's entry is or will be.
+    pub(super) fn get(&self, block: BlockId) -> Position {
+        Position(self.0[block.index()].load(Ordering::Relaxed))
+    }
+
+    /// Note the place of a block that nobody else may enter anywhere: the caller has the only claim on it, or is
+    /// the one who publishes it.
+    pub(super) fn set(&self, block: BlockId, position: Position) {
+        let place = &self.0[block.index()];
+        // loom puts a store and somebody's `exchange` in either order afterwards, though what an exchange has
+        // read and what it wrote are neighbours, so that nothing gets between them.
+        if cfg!(loom) {
+            place.swap(position.0, Ordering::Relaxed);
+        } else {
+            place.store(position.0, Ordering::Relaxed);
+        }
+    }
+
+    /// Change the place of a block that others may use; false if it is not what it was.
+    pub(super) fn exchange(&self, block: BlockId, from: Position, to: Position) -> bool {
+        self.0[block.index()].compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    #[cfg(feature = "internals")]
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.0)
     }
 }
 

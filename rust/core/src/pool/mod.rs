@@ -1,20 +1,23 @@
 //! All blocks, who refers to them, and what can be found in them.
 //!
 //! [`word`] holds each block's state, and decides every race by one compare-and-swap. [`blank`] has the blocks
-//! without content, [`log`] the order in which those with content give way ([`eviction`]), [`index`] and
+//! without content, [`log`] the order in which those with content give way ([`eviction`], [`adaptive`]), [`index`] and
 //! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back. Nothing here waits for
 //! another thread; `docs/memory-ordering.md` argues why that is right.
 
+mod adaptive;
 mod audit;
 mod blank;
 mod cache;
 mod contents;
 mod eviction;
+mod ghosts;
 mod index;
 mod loans;
 mod log;
 #[cfg(all(test, loom))]
 mod models;
+mod options;
 mod references;
 #[cfg(all(test, not(loom)))]
 mod rules;
@@ -26,14 +29,16 @@ mod word;
 use std::sync::Arc;
 
 use self::{
+    adaptive::Adaptive,
     blank::BlankBlocks,
     contents::Contents,
     index::Index,
-    log::Log,
+    log::{Log, Places, Segment},
     stats::Counters,
     word::{BlockWord, Claim},
 };
 pub(crate) use cache::{Described, Opening};
+pub use options::{EvictionPolicy, PoolOptions};
 pub use stats::Stats;
 
 use crate::{
@@ -53,9 +58,13 @@ pub(crate) struct Shared {
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
     pub(crate) prefix_cache: bool,
+    eviction: EvictionPolicy,
     words: Box<[BlockWord]>,
     blank: BlankBlocks,
+    /// By the default policy all that is idle, else what is on probation.
     log: Log,
+    adaptive: Option<Adaptive>,
+    places: Places,
     index: Index,
     contents: Contents,
     /// Units that a block can be had for: blank + idle - those in the hands of who is about to take a block.
@@ -76,13 +85,20 @@ pub(crate) struct Shared {
 struct OwnLine<T>(T);
 
 /// Bytes of bookkeeping a block, in a pool that is not small; its bit among the blank ones is left out.
-const BYTES_PER_BLOCK: usize =
-    size_of::<BlockWord>() + Log::BYTES_PER_BLOCK + Index::BYTES_PER_BLOCK + Contents::BYTES_PER_BLOCK;
+const BYTES_PER_BLOCK: usize = size_of::<BlockWord>()
+    + Log::BYTES_PER_BLOCK
+    + Places::BYTES_PER_BLOCK
+    + Index::BYTES_PER_BLOCK
+    + Contents::BYTES_PER_BLOCK;
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
-fn check_memory(num_blocks: usize) -> Result<()> {
-    let bytes = num_blocks * BYTES_PER_BLOCK;
+fn check_memory(num_blocks: usize, eviction: EvictionPolicy) -> Result<()> {
+    let of_policy = match eviction {
+        EvictionPolicy::Lru => 0,
+        EvictionPolicy::Adaptive => Adaptive::BYTES_PER_BLOCK,
+    };
+    let bytes = num_blocks * (BYTES_PER_BLOCK + of_policy);
     let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
     if refused { Err(Error::OutOfMemory { name: "num_blocks", came: num_blocks, bytes }) } else { Ok(()) }
 }
@@ -90,16 +106,25 @@ fn check_memory(num_blocks: usize) -> Result<()> {
 impl BlockPool {
     /// A pool of `num_blocks` blocks of `block_size` tokens; without `prefix_cache` nothing is ever found.
     pub fn new(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
+        Self::with_options(num_blocks, block_size, &PoolOptions { prefix_cache, ..PoolOptions::default() })
+    }
+
+    /// The same, with all that can be chosen.
+    pub fn with_options(num_blocks: usize, block_size: usize, options: &PoolOptions) -> Result<Self> {
+        let PoolOptions { prefix_cache, eviction } = *options;
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
-        check_memory(num_blocks)?;
+        check_memory(num_blocks, eviction)?;
         Ok(Self(Arc::new(Shared {
             num_blocks,
             block_size,
             prefix_cache,
+            eviction,
             words: (0..=num_blocks).map(|_| BlockWord::default()).collect(),
             blank: BlankBlocks::new(num_blocks),
-            log: Log::new(num_blocks),
+            log: Log::new(num_blocks, Segment::Probation),
+            adaptive: (eviction == EvictionPolicy::Adaptive).then(|| Adaptive::new(num_blocks)),
+            places: Places::new(num_blocks),
             index: Index::new(num_blocks),
             contents: Contents::new(num_blocks),
             free: OwnLine(AtomicUsize::new(num_blocks)),
@@ -121,6 +146,11 @@ impl BlockPool {
     /// Tokens a block.
     pub fn block_size(&self) -> usize {
         self.0.block_size
+    }
+
+    /// Which idle block gives way first.
+    pub fn eviction(&self) -> EvictionPolicy {
+        self.0.eviction
     }
 
     /// Blocks that storage must have: the usable ones and the null block.
@@ -273,6 +303,8 @@ impl Shared {
             + size_of_val(&*self.words)
             + self.blank.bytes()
             + self.log.bytes()
+            + self.places.bytes()
+            + self.adaptive.as_ref().map_or(0, Adaptive::bytes)
             + self.index.bytes()
             + self.contents.bytes()
     }

@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a model that panics has failed")]
 
+mod adaptive;
 mod cache;
 mod eviction;
 mod orderings;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use loom::{cell::UnsafeCell, thread};
 
 use super::{
-    BlockPool, Opening, Shared,
+    BlockPool, EvictionPolicy, Opening, PoolOptions, Shared,
     blank::{BlankBlocks, Giving},
 };
 use crate::{
@@ -31,6 +32,18 @@ fn check_within(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.check(model);
+}
+
+/// The same for pools of each policy, made by the function that the model gets.
+fn check_policies(preemptions: usize, model: impl Fn(&dyn Fn(usize) -> BlockPool) + Sync + Send + 'static) {
+    let model = Arc::new(model);
+    for &eviction in EvictionPolicy::ALL {
+        let model = Arc::clone(&model);
+        let options = PoolOptions { eviction, ..PoolOptions::default() };
+        check_within(preemptions, move || {
+            model(&|num_blocks| BlockPool::with_options(num_blocks, 1, &options).unwrap());
+        });
+    }
 }
 
 /// Runs the closures at once, one of them on the thread that waits for the others.

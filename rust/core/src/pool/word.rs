@@ -184,7 +184,7 @@ impl BlockWord {
     /// Take one claim away. `may_be_idle` says whether the caller is prepared for an idle block.
     pub(super) fn drop_claim(&self, claim: Claim, may_be_idle: bool) -> Left {
         let after = |word: Word| Word(word.0 - claim.one());
-        let mut seen = Word(self.0.load(Ordering::Relaxed));
+        let mut seen = Word(self.0.load(Ordering::Acquire));
         loop {
             if claim.count(seen) == 0 {
                 return Left::Missing;
@@ -192,7 +192,7 @@ impl BlockWord {
             if after(seen).is_idle() && !may_be_idle {
                 return Left::WouldBeIdle;
             }
-            match self.0.compare_exchange_weak(seen.0, after(seen).0, Ordering::AcqRel, Ordering::Relaxed) {
+            match self.0.compare_exchange_weak(seen.0, after(seen).0, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => break,
                 Err(now) => seen = Word(now),
             }

@@ -6,15 +6,15 @@ use super::*;
 fn compact(pool: &BlockPool) {
     let shared = pool.shared();
     if shared.reserve(1) {
-        shared.compact();
+        shared.compact_all();
         shared.give_free(1);
     }
 }
 
 #[test]
 fn a_hit_and_an_eviction_do_not_both_get_the_block() {
-    check(|| {
-        let pool = BlockPool::new(1, 1, true).unwrap();
+    check_policies(3, |pool_of| {
+        let pool = pool_of(1);
         let keys = keys(&pool, 1);
         pool.shared().drop_references(&published(&pool, &keys));
         let owners = Owners::new(1);
@@ -35,8 +35,8 @@ fn a_hit_and_an_eviction_do_not_both_get_the_block() {
 
 #[test]
 fn an_eviction_passes_over_what_was_hit() {
-    check(|| {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(3, |pool_of| {
+        let pool = pool_of(2);
         let keys = keys(&pool, 2);
         pool.shared().drop_references(&published(&pool, &keys));
         let owners = Owners::new(2);
@@ -54,8 +54,8 @@ fn an_eviction_passes_over_what_was_hit() {
 
 #[test]
 fn who_evicts_comes_after_all_who_read() {
-    check(|| {
-        let pool = BlockPool::new(1, 1, true).unwrap();
+    check_policies(3, |pool_of| {
+        let pool = pool_of(1);
         let owners = Owners::new(1);
         let keys = idle(&pool, 1);
         let (other, others) = (pool.clone(), Arc::clone(&owners));
@@ -76,8 +76,8 @@ fn who_evicts_comes_after_all_who_read() {
 
 #[test]
 fn an_eviction_does_not_wait_for_a_release_and_neither_is_lost() {
-    check(|| {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(3, |pool_of| {
+        let pool = pool_of(2);
         let owners = Owners::new(2);
         let blocks = published(&pool, &keys(&pool, 2));
         owners.take(&blocks);
@@ -100,8 +100,8 @@ fn an_eviction_does_not_wait_for_a_release_and_neither_is_lost() {
 
 #[test]
 fn a_hit_that_is_undone_is_in_line_again_though_its_entry_was_passed() {
-    check(|| {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(3, |pool_of| {
+        let pool = pool_of(2);
         let keys = idle(&pool, 2);
         let (other, first) = (pool.clone(), keys[0]);
         let undo = move || {
@@ -118,8 +118,8 @@ fn a_hit_that_is_undone_is_in_line_again_though_its_entry_was_passed() {
 
 #[test]
 fn compaction_loses_no_block_to_an_eviction() {
-    check_within(2, || {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(2, |pool_of| {
+        let pool = pool_of(2);
         let owners = Owners::new(2);
         idle(&pool, 2);
         let other = pool.clone();
@@ -140,8 +140,8 @@ fn compaction_loses_no_block_to_an_eviction() {
 
 #[test]
 fn compaction_loses_no_hit_that_is_undone() {
-    check_within(2, || {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(2, |pool_of| {
+        let pool = pool_of(2);
         let keys = idle(&pool, 1);
         let other = pool.clone();
         at_once(
@@ -159,8 +159,8 @@ fn compaction_loses_no_hit_that_is_undone() {
 
 #[test]
 fn compaction_loses_no_block_to_a_hit_and_its_release() {
-    check_within(2, || {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(2, |pool_of| {
+        let pool = pool_of(2);
         let keys = idle(&pool, 1);
         let other = pool.clone();
         at_once(
@@ -178,8 +178,8 @@ fn compaction_loses_no_block_to_a_hit_and_its_release() {
 
 #[test]
 fn two_compactions_at_once_lose_no_block() {
-    check_within(2, || {
-        let pool = BlockPool::new(2, 1, true).unwrap();
+    check_policies(2, |pool_of| {
+        let pool = pool_of(2);
         idle(&pool, 1);
         let other = pool.clone();
         at_once(move || compact(&other), || compact(&pool));

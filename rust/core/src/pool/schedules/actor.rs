@@ -10,7 +10,7 @@ use super::baton::Random;
 use crate::{
     ids::BlockId,
     key::{Key, KeyChain},
-    pool::{BlockPool, Opening, Shared, blank::Giving},
+    pool::{BlockPool, EvictionPolicy, Opening, PoolOptions, Shared, blank::Giving},
     sync::{Ordering, point},
 };
 
@@ -40,13 +40,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl World {
-    pub(super) fn new(num_blocks: usize, num_actors: usize, num_keys: usize) -> Self {
+    pub(super) fn new(
+        eviction: EvictionPolicy,
+        num_blocks: usize,
+        num_actors: usize,
+        num_keys: usize,
+    ) -> Self {
+        let options = PoolOptions { eviction, ..PoolOptions::default() };
         let mut chain = KeyChain::new(&crate::Context::default(), 1);
         chain.extend(&(0..num_keys as i32).collect::<Vec<_>>(), &[], 1, num_keys);
         let block = |_| Block { claims: vec![0; num_actors + 1], content: None }; // the last one: passed on
         Self {
             #[expect(clippy::unwrap_used, reason = "the numbers are in range")]
-            pool: BlockPool::new(num_blocks, 1, true).unwrap(),
+            pool: BlockPool::with_options(num_blocks, 1, &options).unwrap(),
             keys: chain.keys().to_vec(),
             shadow: Mutex::new((0..=num_blocks).map(block).collect()),
             passed_on: Mutex::new(Vec::new()),
@@ -304,7 +310,7 @@ impl<'a> Actor<'a> {
             }
             Step::Compact => {
                 if self.shared().reserve(1) {
-                    self.shared().compact();
+                    self.shared().compact_all();
                     self.shared().give_free(1);
                 }
             }

@@ -5,6 +5,7 @@ use super::{
     baton::{Freeze, Plan, Random},
     play,
 };
+use crate::pool::EvictionPolicy;
 
 use Step::{
     Allocate, Borrow, Compact, Drop, DropAll, EndHolds, Hit, Hold, Match, Overwrite, PassOn, Publish,
@@ -72,6 +73,12 @@ const OTHERS: [&[Step]; 3] = [
 ];
 
 fn check(script: &[Step]) {
+    for eviction in EvictionPolicy::ALL {
+        check_under(*eviction, script);
+    }
+}
+
+fn check_under(eviction: EvictionPolicy, script: &[Step]) {
     let mut num_frozen = 0;
     for (others, num_blocks, num_keys) in
         [(0..1, 2, 1), (0..1, 3, 2), (0..2, 3, 1), (1..3, 2, 2), (2..3, 1, 1)]
@@ -81,9 +88,11 @@ fn check(script: &[Step]) {
         for at in 1.. {
             let freeze = Some(Freeze { thread: 0, at, alone: true });
             let plan = Plan { stay: 4, freeze, random: Random::new(at as u64) };
-            let world = World::new(num_blocks, scripts.len(), num_keys);
+            let world = World::new(eviction, num_blocks, scripts.len(), num_keys);
             match play(&world, plan, 0, &scripts) {
-                Err(why) => panic!("{script:?} frozen at its point {at}, {num_blocks} blocks: {why}"),
+                Err(why) => {
+                    panic!("{eviction}, {script:?} frozen at its point {at}, {num_blocks} blocks: {why}")
+                }
                 Ok(points) if points[0] < at => break,
                 Ok(_) => num_frozen += 1,
             }
@@ -120,6 +129,12 @@ fn in_merging() {
 #[test]
 fn in_evicting() {
     check(&[Take(1), KEEP, Drop, Take(1), KEEP, Drop, Take(2), DropAll]);
+}
+
+#[test]
+fn in_bringing_back_what_was_evicted() {
+    // By then all of two logs is for the protected one, and that is where the last block has to come from.
+    check(&[Take(1), KEEP, Drop, Hit(0, 1), Drop, Take(2), DropAll, Take(1), KEEP, Drop, Take(2), DropAll]);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use self::{
     actor::{Actor, Step, World},
     baton::{Freeze, Plan, Random, run},
 };
+use crate::pool::EvictionPolicy;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|number| number.parse().ok()).unwrap_or(default)
@@ -45,10 +46,10 @@ fn play(world: &World, plan: Plan, seed: u64, scripts: &[Vec<Step>]) -> Result<V
 }
 
 /// Some threads that do anything to a small pool, in any order.
-fn play_any(seed: u64, does_freeze: bool) -> Result<Vec<usize>, String> {
+fn play_any(eviction: EvictionPolicy, seed: u64, does_freeze: bool) -> Result<Vec<usize>, String> {
     let mut random = Random::new(seed);
     let num_threads = 2 + random.below(2);
-    let world = World::new(1 + random.below(6), num_threads, 1 + random.below(4));
+    let world = World::new(eviction, 1 + random.below(6), num_threads, 1 + random.below(4));
     let num_steps = 2 + random.below(12);
     let kinds = random.below(usize::MAX) & random.below(usize::MAX);
     let script = |random: &mut Random| (0..num_steps).map(|_| Step::any(random, kinds)).collect();
@@ -62,31 +63,37 @@ fn play_any(seed: u64, does_freeze: bool) -> Result<Vec<usize>, String> {
     play(&world, Plan { stay, freeze, random }, seed, &scripts)
 }
 
-fn fail(seed: u64, why: &str) -> ! {
-    panic!("SCHEDULES_SEED={seed} SCHEDULES=1: {why}");
+fn play_seeds(eviction: EvictionPolicy, does_freeze: bool) {
+    for seed in seeds(4000) {
+        if let Err(why) = play_any(eviction, seed, does_freeze) {
+            panic!("{eviction}, SCHEDULES_SEED={seed} SCHEDULES=1: {why}");
+        }
+    }
 }
 
 #[test]
 fn any_calls_in_any_order_agree() {
-    for seed in seeds(4000) {
-        if let Err(why) = play_any(seed, false) {
-            fail(seed, &why);
-        }
-    }
+    play_seeds(EvictionPolicy::Lru, false);
 }
 
 #[test]
 fn any_calls_get_through_past_a_frozen_thread() {
-    for seed in seeds(4000) {
-        if let Err(why) = play_any(seed, true) {
-            fail(seed, &why);
-        }
-    }
+    play_seeds(EvictionPolicy::Lru, true);
+}
+
+#[test]
+fn any_calls_in_any_order_agree_about_two_logs() {
+    play_seeds(EvictionPolicy::Adaptive, false);
+}
+
+#[test]
+fn any_calls_get_through_past_a_frozen_thread_with_two_logs() {
+    play_seeds(EvictionPolicy::Adaptive, true);
 }
 
 #[test]
 fn a_seed_runs_the_same_way_each_time() {
-    for seed in 0..50 {
-        assert_eq!(play_any(seed, false), play_any(seed, false));
+    for (seed, eviction) in (0..50).zip(EvictionPolicy::ALL.iter().cycle()) {
+        assert_eq!(play_any(*eviction, seed, false), play_any(*eviction, seed, false));
     }
 }
