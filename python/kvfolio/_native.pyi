@@ -14,6 +14,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "Context",
+    "EventSource",
     "Plan",
     "PlanBuffers",
     "Sequence",
@@ -73,7 +74,12 @@ def copy_blocks(dtype: str, arrays: list[NDArray[Any]], copies: NDArray[np.int32
 @final
 class BlockPool:
     def __new__(
-        cls, num_blocks: SupportsIndex, block_size: SupportsIndex, *, prefix_cache: bool = True
+        cls,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex,
+        *,
+        prefix_cache: bool = True,
+        events: bool = False,
     ) -> Self: ...
     @property
     def num_blocks(self) -> int: ...
@@ -101,6 +107,13 @@ class BlockPool:
     def blocks_needed(self, seq: Sequence) -> int: ...
     def reset_prefix_cache(self) -> int: ...
     def stats(self) -> dict[str, int]: ...
+    def events(
+        self,
+        *,
+        medium: str = "GPU",
+        data_parallel_rank: SupportsIndex | None = None,
+        array_events: bool = False,
+    ) -> EventSource: ...
     def audit(self) -> None: ...
     def table(
         self, block_ids: _Integers | None = None, num_tokens: SupportsIndex | None = None
@@ -163,6 +176,13 @@ class Context:
     def __getnewargs__(self) -> tuple[str, str, str, str, tuple[_Extra, ...]]: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class EventSource:
+    @property
+    def pool(self) -> BlockPool: ...
+    def drain(self) -> bytes | None: ...
+    def snapshot(self) -> bytes | None: ...
 
 @final
 class Sequence:

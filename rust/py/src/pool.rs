@@ -15,6 +15,8 @@ use crate::{
     arrays,
     context::PyContext,
     errors::Result,
+    event_wire::Form,
+    events::PyEventSource,
     sequence::PySequence,
     table::PyBlockTable,
 };
@@ -22,7 +24,8 @@ use crate::{
 /// All blocks, who refers to them, and what can be found in them.
 ///
 /// `num_blocks` (at least 1) usable blocks of `block_size` (at least 1) tokens; storage needs one block more, since
-/// block 0 is the null block. Without `prefix_cache` nothing is ever found. Calls may come from any thread.
+/// block 0 is the null block. Without `prefix_cache` nothing is ever found. With `events` what is found can be followed.
+/// Calls may come from any thread.
 ///
 /// Raises ValueError or TypeError for sizes that are not allowed.
 #[pyclass(name = "BlockPool", module = "kvfolio", frozen, weakref)]
@@ -61,11 +64,17 @@ fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
 #[pymethods]
 impl PyBlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true))]
-    fn new(num_blocks: Any<'_, '_>, block_size: Any<'_, '_>, prefix_cache: bool) -> Result<Self> {
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true, events = false))]
+    fn new(
+        num_blocks: Any<'_, '_>,
+        block_size: Any<'_, '_>,
+        prefix_cache: bool,
+        events: bool,
+    ) -> Result<Self> {
         let num_blocks = arguments::count("num_blocks", num_blocks, 1)?;
         let block_size = arguments::count("block_size", block_size, 1)?;
-        Ok(Self(BlockPool::new(num_blocks, block_size, prefix_cache)?))
+        let make = if events { BlockPool::with_events } else { BlockPool::new };
+        Ok(Self(make(num_blocks, block_size, prefix_cache)?))
     }
 
     /// Usable blocks.
@@ -184,6 +193,22 @@ impl PyBlockPool {
             stats.set_item(name, value)?;
         }
         Ok(stats)
+    }
+
+    /// An EventSource: what changes in the prefix cache, in the wire format that vLLM publishes.
+    ///
+    /// `medium`: what each event says about where its blocks lie. `data_parallel_rank`: of this worker. `array_events`:
+    /// events are arrays, as they were before vLLM made them maps, and still are in SGLang. Raises ValueError unless the
+    /// pool was made with `events=True`, ConcurrentUse while there is another source.
+    #[pyo3(signature = (*, medium = "GPU".to_owned(), data_parallel_rank = None, array_events = false))]
+    fn events(
+        &self,
+        medium: String,
+        data_parallel_rank: Option<Any<'_, '_>>,
+        array_events: bool,
+    ) -> Result<PyEventSource> {
+        let rank = arguments::optional_count("data_parallel_rank", data_parallel_rank, 0)?.unwrap_or(0);
+        Ok(PyEventSource::new(self.0.events()?, Form { medium, rank: rank as u64, array_events }))
     }
 
     /// Recompute every count from scratch; CorruptPool on any disagreement.

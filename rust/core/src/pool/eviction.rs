@@ -171,6 +171,7 @@ impl Shared {
             }
             for (hash, block) in hashes.iter().zip(blocks) {
                 self.index.remove(*hash, *block);
+                self.mark(*block);
             }
         }
     }

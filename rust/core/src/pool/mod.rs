@@ -2,13 +2,14 @@
 //!
 //! [`word`] holds each block's state, and decides every race by one compare-and-swap. [`blank`] has the blocks
 //! without content, [`log`] the order in which those with content give way ([`eviction`]), [`index`] and
-//! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back. Nothing here waits for
-//! another thread; `docs/memory-ordering.md` argues why that is right.
+//! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back; [`events`] notes for others what
+//! changes in the cache. Nothing here waits for another thread; `docs/memory-ordering.md` argues why that is right.
 
 mod audit;
 mod blank;
 mod cache;
 mod contents;
+pub(crate) mod events;
 mod eviction;
 mod index;
 mod loans;
@@ -21,6 +22,8 @@ mod rules;
 #[cfg(all(test, schedules))]
 mod schedules;
 mod stats;
+mod told;
+mod tree;
 mod word;
 
 use std::sync::Arc;
@@ -28,13 +31,16 @@ use std::sync::Arc;
 use self::{
     blank::BlankBlocks,
     contents::Contents,
+    events::Recorder,
     index::Index,
     log::Log,
     stats::Counters,
     word::{BlockWord, Claim},
 };
 pub(crate) use cache::{Described, Opening};
+pub use events::StoredBlock;
 pub use stats::Stats;
+pub use told::{Event, EventSource};
 
 use crate::{
     context::Context,
@@ -69,6 +75,7 @@ pub(crate) struct Shared {
     pub(crate) table_references: AtomicUsize,
     plan_holds: AtomicUsize,
     pub(crate) counters: Counters,
+    events: Option<Box<Recorder>>,
 }
 
 /// On a cache line of its own: every call of every thread changes it.
@@ -81,8 +88,9 @@ const BYTES_PER_BLOCK: usize =
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
-fn check_memory(num_blocks: usize) -> Result<()> {
-    let bytes = num_blocks * BYTES_PER_BLOCK;
+fn check_memory(num_blocks: usize, has_events: bool) -> Result<()> {
+    let of_events = if has_events { Recorder::BYTES_PER_BLOCK } else { 0 };
+    let bytes = num_blocks * (BYTES_PER_BLOCK + of_events);
     let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
     if refused { Err(Error::OutOfMemory { name: "num_blocks", came: num_blocks, bytes }) } else { Ok(()) }
 }
@@ -90,9 +98,18 @@ fn check_memory(num_blocks: usize) -> Result<()> {
 impl BlockPool {
     /// A pool of `num_blocks` blocks of `block_size` tokens; without `prefix_cache` nothing is ever found.
     pub fn new(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
+        Self::make(num_blocks, block_size, prefix_cache, false)
+    }
+
+    /// The same, of a pool in which it can be followed what is found: see `events`.
+    pub fn with_events(num_blocks: usize, block_size: usize, prefix_cache: bool) -> Result<Self> {
+        Self::make(num_blocks, block_size, prefix_cache, true)
+    }
+
+    fn make(num_blocks: usize, block_size: usize, prefix_cache: bool, has_events: bool) -> Result<Self> {
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
-        check_memory(num_blocks)?;
+        check_memory(num_blocks, has_events)?;
         Ok(Self(Arc::new(Shared {
             num_blocks,
             block_size,
@@ -110,6 +127,7 @@ impl BlockPool {
             table_references: AtomicUsize::new(0),
             plan_holds: AtomicUsize::new(0),
             counters: Counters::default(),
+            events: has_events.then(|| Box::new(Recorder::new(num_blocks))),
         })))
     }
 
