@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import kvfolio as kv
 
@@ -17,17 +18,19 @@ class Workload:
         self.rows: dict[int, kv.Sequence] = {}
         self.plans: list[kv.Plan] = []
         self.lent: list[list[int]] = []
+        self.errors = Counter[tuple[str, str]]()
         self.texts: list[list[int]] = []  # all that ever was
 
     def step(self) -> None:
         """One call, or one that is refused."""
-        actions = [self.submit, self.admit, self.plan, self.plan, self.end, self.end, self.extend, self.resolve]
-        actions += [self.fork, self.preempt, self.leave, self.cut, self.discard, self.lend, self.give_back]
+        actions = 2 * [self.submit, self.extend, self.resolve, self.give_back]
+        actions += 4 * [self.admit, self.plan, self.end]
+        actions += [self.fork, self.preempt, self.leave, self.cut, self.discard, self.lend]
         action = self.random.choice(actions)
         try:
             action()
-        except (kv.KVFolioError, ValueError):
-            pass
+        except (kv.KVFolioError, ValueError, LookupError) as error:
+            self.errors[action.__name__, type(error).__name__] += 1
         for sequence in self.rows.values():
             self.remember(sequence)
 
@@ -40,6 +43,8 @@ class Workload:
         return self.random.choice(list(self.rows) or [99])
 
     def submit(self) -> None:
+        if len(self.waiting) > 4:
+            return
         size = self.pool.block_size
         length = self.random.randrange(1, size * 5)
         tokens = [self.random.randrange(2) if i < size else 0 for i in range(length)]
@@ -54,7 +59,8 @@ class Workload:
 
     def admit(self) -> None:
         if self.waiting:
-            self.rows[self.batch.add(self.waiting[0])] = self.waiting.pop(0)
+            row = self.batch.add(self.waiting[0])
+            self.rows[row] = self.waiting.pop(0)
 
     def plan(self) -> None:
         if len(self.plans) < 3:
@@ -65,9 +71,7 @@ class Workload:
             plan = self.plans.pop(0)
             if self.random.random() < 0.15:
                 plan.rollback()
-                self.plans.clear()  # their rows are void, so they are dropped below
-                return
-            if self.random.random() < 0.2 and len(plan.rows):
+            elif self.random.random() < 0.2 and len(plan.rows):
                 counts = [int(b - a) for a, b in zip(plan.query_start_loc, plan.query_start_loc[1:], strict=False)]
                 plan.commit([self.random.randint(0, count) for count in counts])
             else:
@@ -113,3 +117,8 @@ class Workload:
             self.pool.release(self.lent.pop())
         if self.random.random() < 0.03:
             self.pool.reset_prefix_cache()
+
+    def close(self) -> None:
+        """No plan is in flight any more."""
+        while self.plans:
+            self.plans.pop(0).rollback()
