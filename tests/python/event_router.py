@@ -1,4 +1,4 @@
-"""A router's view of one worker, from its events alone: read by another MessagePack library than it was written with."""
+"""A router's view of one worker, from its events alone, read by a MessagePack library of its own."""
 
 from __future__ import annotations
 

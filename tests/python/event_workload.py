@@ -72,7 +72,9 @@ class Workload:
             if self.random.random() < 0.15:
                 plan.rollback()
             elif self.random.random() < 0.2 and len(plan.rows):
-                counts = [int(b - a) for a, b in zip(plan.query_start_loc, plan.query_start_loc[1:], strict=False)]
+                counts = [
+                    int(b - a) for a, b in zip(plan.query_start_loc, plan.query_start_loc[1:], strict=False)
+                ]
                 plan.commit([self.random.randint(0, count) for count in counts])
             else:
                 plan.commit()

@@ -6,12 +6,11 @@ import sys
 import threading
 from collections import Counter
 
+import kvfolio as kv
 import msgpack
 import pytest
 from event_router import Router
 from event_workload import Workload
-
-import kvfolio as kv
 
 
 def compute(pool: kv.BlockPool, tokens: list[int], **options: object) -> kv.Batch:

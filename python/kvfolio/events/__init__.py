@@ -4,8 +4,8 @@
     with Publisher(pool, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558"):
         ...  # serve
 
-The wire format is the one that vLLM publishes, over ZeroMQ; `docs/events.md` has it. `Subscriber` is the other
-end: it notices gaps and fills them.
+The wire format is the one that vLLM publishes, over ZeroMQ; `docs/events.md` has it. `Subscriber` is the
+other end: it notices gaps and fills them.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ class Publisher:
     """Looks what has changed in a pool every `interval` seconds, and publishes it if anything has.
 
     `pool`: made with `events=True`; one publisher (or other source) at a time.
-    `endpoint`: of the PUB socket. `bind`: whether to bind it or to connect it to a proxy; by default as vLLM decides,
-    to bind what has a `*` or `::` in it, and ipc and inproc. `replay_endpoint`: of the ROUTER socket, which is bound.
-    Port 0 is any free one; the attributes of the same names say which.
+    `endpoint`: of the PUB socket. `bind`: whether to bind it or to connect it to a proxy; by default as vLLM
+    decides, to bind what has a `*` or `::` in it, and ipc and inproc. `replay_endpoint`: of the ROUTER
+    socket, which is bound. Port 0 is any free one; the attributes of the same names say which.
     `topic`: subscribers choose by its beginning. `buffer_steps`: how many batches are kept for replay.
-    `hwm`: how many batches wait for a slow subscriber. The ones behind are dropped for him, and he sees it by the
-    sequence numbers; nobody waits for him.
+    `hwm`: how many batches wait for a slow subscriber. The ones behind are dropped for him, and he sees it by
+    the sequence numbers; nobody waits for him.
     `medium`, `data_parallel_rank`, `array_events`: see `BlockPool.events`.
 
     Events carry the token ids of prompts and answers: bind where only those who may know them can connect.
@@ -71,7 +71,7 @@ class Publisher:
         self._source = pool.events(
             medium=medium, data_parallel_rank=data_parallel_rank, array_events=array_events
         )
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
         self._replay = context.socket(zmq.ROUTER)
         try:

@@ -13,7 +13,7 @@ from .wire import END, REQUEST_BYTES, SNAPSHOT, EventBatch, decode
 
 
 class MissedEvents(Exception):
-    """Batches were dropped on the way, and there is nobody to ask for them. What was told is not all there is."""
+    """Batches were dropped on the way, and there is nobody to ask for them: what was told is not all."""
 
 
 class Subscriber:
@@ -23,7 +23,7 @@ class Subscriber:
     missed: batches that the publisher's high-water mark dropped, or all of a connection that was down. What
     cannot be had one by one any more comes as a snapshot, a batch that begins with AllBlocksCleared.
 
-    `topic`: only messages whose topic begins with it; one publisher's, since numbers are counted by publisher.
+    `topic`: only messages whose topic begins with it; one publisher's, since each counts for itself.
     `hwm`: how many batches are kept here while nobody receives. `missed`: how many were not delivered by
     themselves. Belongs to one thread.
     """
@@ -37,7 +37,7 @@ class Subscriber:
         hwm: int = 100_000,
         replay_timeout: float = 10.0,
     ) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._sub = context.socket(zmq.SUB)
         self._sub.set_hwm(hwm)
         self._sub.subscribe(topic.encode())
@@ -50,6 +50,7 @@ class Subscriber:
         self._replay_timeout = replay_timeout
         self._next = 0
         self._heard = -1  # the last number that came by itself
+        self._told_at = 0.0  # of the last batch
         self._is_new = True
         self.missed = 0
 
@@ -78,22 +79,25 @@ class Subscriber:
                 yield from self._catch_up(SNAPSHOT)
         while self._sub.poll(int(timeout * 1000)):
             timeout = 0.0
-            _, frame, batch = self._sub.recv_multipart()
-            number = int.from_bytes(frame, "big")
-            if number <= self._heard:
-                self._next = 0  # the publisher began anew, and says so by AllBlocksCleared
+            _, frame, payload = self._sub.recv_multipart()
+            number, batch = int.from_bytes(frame, "big"), decode(payload)
+            # What a replay has brought already is not younger than that; else the publisher began anew.
+            if number <= self._heard or (number < self._next and batch.ts > self._told_at):
+                self._next = 0
             self._heard = number
             if number > self._next:
-                gap, expected = number - self._next, self._next
-                self.missed += gap
+                expected = self._next
+                self.missed += number - expected
                 if self._replay is None:
-                    self._next = number + 1
-                    yield number, decode(batch)
+                    yield self._take(number, batch)
                     raise MissedEvents(f"batches {expected} to {number - 1} were dropped on the way")
                 yield from self._catch_up(expected.to_bytes(REQUEST_BYTES, "big"))
             if number == self._next:
-                self._next += 1
-                yield number, decode(batch)
+                yield self._take(number, batch)
+
+    def _take(self, number: int, batch: EventBatch) -> tuple[int, EventBatch]:
+        self._next, self._told_at = number + 1, batch.ts
+        return number, batch
 
     def _catch_up(self, request: bytes) -> Iterator[tuple[int, EventBatch]]:
         assert self._replay is not None
@@ -102,10 +106,9 @@ class Subscriber:
         while True:
             if not self._replay.poll(max(0, int(1000 * (until - time.monotonic())))):
                 raise TimeoutError(f"the publisher did not answer within {self._replay_timeout} s")
-            _, _, frame, batch = self._replay.recv_multipart()
+            _, _, frame, payload = self._replay.recv_multipart()
             if frame == END:
                 return
             number = int.from_bytes(frame, "big")
             if number >= self._next:
-                self._next = number + 1
-                yield number, decode(batch)
+                yield self._take(number, decode(payload))

@@ -1,7 +1,7 @@
 """Batches of events, decoded; and what else goes over the sockets.
 
-A message of the PUB socket is `[topic, sequence number, batch]`, the number in 8 bytes, big-endian, from 0 on. A
-request to the ROUTER socket is such a number, and is answered by the messages from that one on, each as
+A message of the PUB socket is `[topic, sequence number, batch]`, the number in 8 bytes, big-endian, from 0
+on. A request to the ROUTER socket is such a number, and is answered by the messages from that one on, each as
 `[b"", topic, sequence number, batch]`, and by one that has `END` for a number.
 """
 
@@ -19,8 +19,8 @@ REQUEST_BYTES = 8
 class BlockStored(msgspec.Struct, tag=True, frozen=True):
     """Blocks that can be found from now on, each the parent of the next; keys are 32 bytes.
 
-    `token_ids`: `block_size` of each block, one block after the other. `extra_keys`: of each block what its key
-    depends on besides: the adapter, (digest, offset) of pictures, and what stands for the rest of the context.
+    `token_ids`: `block_size` of each block, one block after the other. `extra_keys`: of each block what its
+    key depends on besides: the adapter, (digest, offset) of pictures, and what stands for its whole context.
     """
 
     block_hashes: list[bytes]

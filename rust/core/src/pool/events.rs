@@ -114,6 +114,12 @@ impl StoredBlock {
         self.extras.iter().map(|(digest, start)| (&**digest, *start))
     }
 
+    #[cfg(all(test, not(any(loom, schedules))))]
+    pub(super) fn of_test(key: Key, parent: Option<Key>) -> Self {
+        let origin = Arc::new(Origin::new(&Context::default(), key));
+        Self { key, parent, tokens: [0].into(), extras: [].into(), origin, epoch: 0 }
+    }
+
     /// Whether it goes on where another one ends, under the same context.
     pub(super) fn follows(&self, other: &Self) -> bool {
         self.parent == Some(other.key) && self.origin == other.origin

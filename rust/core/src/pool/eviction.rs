@@ -63,6 +63,7 @@ impl Shared {
         dropped: &mut Dropped,
     ) {
         let num_leaving = std::mem::take(&mut leaving.len);
+        self.ages.begin(&leaving.blocks[..num_leaving]);
         let mut next = self.log.reserve(num_leaving);
         let mut num_idle = 0;
         for &block in &leaving.blocks[..num_leaving] {
@@ -197,6 +198,7 @@ impl Shared {
             }
             position = self.log.after(position, 1);
         }
+        self.ages.end(&taken[start..]);
         self.log.pass(position);
         self.forget(&taken[start..]);
         self.counters.evictions.add(taken.len() - start);

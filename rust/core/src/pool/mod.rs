@@ -5,6 +5,7 @@
 //! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back; [`events`] notes for others what
 //! changes in the cache. Nothing here waits for another thread; `docs/memory-ordering.md` argues why that is right.
 
+mod ages;
 mod audit;
 mod blank;
 mod cache;
@@ -29,6 +30,7 @@ mod word;
 use std::sync::Arc;
 
 use self::{
+    ages::Ages,
     blank::BlankBlocks,
     contents::Contents,
     events::Recorder,
@@ -37,6 +39,7 @@ use self::{
     stats::Counters,
     word::{BlockWord, Claim},
 };
+pub use ages::EvictionAges;
 pub(crate) use cache::{Described, Opening};
 pub use events::StoredBlock;
 pub use stats::Stats;
@@ -75,6 +78,7 @@ pub(crate) struct Shared {
     pub(crate) table_references: AtomicUsize,
     plan_holds: AtomicUsize,
     pub(crate) counters: Counters,
+    ages: Ages,
     events: Option<Box<Recorder>>,
 }
 
@@ -83,8 +87,11 @@ pub(crate) struct Shared {
 struct OwnLine<T>(T);
 
 /// Bytes of bookkeeping a block, in a pool that is not small; its bit among the blank ones is left out.
-const BYTES_PER_BLOCK: usize =
-    size_of::<BlockWord>() + Log::BYTES_PER_BLOCK + Index::BYTES_PER_BLOCK + Contents::BYTES_PER_BLOCK;
+const BYTES_PER_BLOCK: usize = size_of::<BlockWord>()
+    + Log::BYTES_PER_BLOCK
+    + Index::BYTES_PER_BLOCK
+    + Contents::BYTES_PER_BLOCK
+    + Ages::BYTES_PER_BLOCK;
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
@@ -127,6 +134,7 @@ impl BlockPool {
             table_references: AtomicUsize::new(0),
             plan_holds: AtomicUsize::new(0),
             counters: Counters::default(),
+            ages: Ages::new(num_blocks),
             events: has_events.then(|| Box::new(Recorder::new(num_blocks))),
         })))
     }
@@ -239,6 +247,11 @@ impl BlockPool {
         self.0.counters.snapshot()
     }
 
+    /// How long evicted blocks had lain idle.
+    pub fn eviction_ages(&self) -> EvictionAges {
+        self.0.ages.snapshot()
+    }
+
     /// Recompute every count from scratch; `CorruptPool` on any disagreement. Exact while no other thread is
     /// at work.
     pub fn audit(&self) -> Result<()> {
@@ -293,6 +306,7 @@ impl Shared {
             + self.log.bytes()
             + self.index.bytes()
             + self.contents.bytes()
+            + self.ages.bytes()
     }
 
     /// Whether anybody besides one user refers to a block or holds it.
@@ -305,7 +319,13 @@ impl Shared {
     }
 
     pub(crate) fn out_of_blocks(&self, needed: usize, ever_fits: bool) -> Error {
+        let (free, quarantined) = (self.num_free(), self.num_quarantined());
         self.counters.refusals.add(1);
-        Error::OutOfBlocks { needed, free: self.num_free(), quarantined: self.num_quarantined(), ever_fits }
+        if !ever_fits {
+            self.counters.refusals_never_fit.add(1);
+        } else if needed <= free + quarantined {
+            self.counters.refusals_quarantined.add(1);
+        }
+        Error::OutOfBlocks { needed, free, quarantined, ever_fits }
     }
 }

@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a model that panics has failed")]
 
 mod cache;
+mod events;
 mod eviction;
 mod orderings;
 

@@ -209,8 +209,92 @@ impl Tree {
     }
 
     /// Nodes besides the root, also those that only stand for something.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(test, not(any(loom, schedules))))]
     pub(super) fn len(&self) -> usize {
         self.by_key.len()
+    }
+}
+
+#[cfg(all(test, not(any(loom, schedules))))]
+mod tests {
+    use std::collections::{HashMap, HashSet};
+
+    use super::*;
+
+    /// Of twelve nodes in a heap: node `n` has the parent `n / 2`, node 1 none.
+    const NUM_NODES: u64 = 12;
+
+    fn key(number: u64) -> Key {
+        Key::from_words([number; 4])
+    }
+
+    fn stored(number: u64) -> Arc<StoredBlock> {
+        Arc::new(StoredBlock::of_test(key(number), (number > 1).then(|| key(number / 2))))
+    }
+
+    /// What a follower knows, who insists on the order.
+    fn follow(known: &mut HashSet<u64>, (removed, stored): (Vec<Key>, Vec<Arc<StoredBlock>>)) {
+        for number in removed.iter().map(|key| key.words()[0]) {
+            assert!(known.remove(&number), "{number} was not there");
+            assert!(!known.contains(&(2 * number)) && !known.contains(&(2 * number + 1)), "children first");
+        }
+        for number in stored.iter().map(|block| block.key.words()[0]) {
+            assert!(known.insert(number), "{number} was there");
+            assert!(number == 1 || known.contains(&(number / 2)), "parents first");
+        }
+    }
+
+    #[test]
+    fn what_is_told_is_what_hangs_together_whatever_comes_and_goes() {
+        let mut random = 1_u64;
+        let mut below = move |n: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % n
+        };
+        let (mut tree, mut known) = (Tree::new(), HashSet::new());
+        let mut copies: HashMap<u64, Vec<NodeId>> = HashMap::new();
+        for round in 0..20_000 {
+            for _ in 0..below(6) {
+                let number = 1 + below(NUM_NODES);
+                let own = copies.entry(number).or_default();
+                if below(2) == 0 && own.len() < 3 {
+                    own.push(tree.add_copy(&stored(number)));
+                } else if let Some(id) = own.pop() {
+                    tree.remove_copy(id);
+                }
+            }
+            if round % 500 == 499 {
+                tree.forget_told();
+                known.clear();
+            }
+            let told = tree.settle();
+            follow(&mut known, told);
+            let is_there = |number: &u64| copies.get(number).is_some_and(|own| !own.is_empty());
+            let hangs_together = |number: &u64| {
+                std::iter::successors(Some(*number), |number| Some(number / 2))
+                    .take_while(|number| *number > 0)
+                    .all(|number| is_there(&number))
+            };
+            assert_eq!(known, (1..=NUM_NODES).filter(hangs_together).collect());
+            let mut late = HashSet::new();
+            follow(&mut late, (Vec::new(), tree.all_told()));
+            assert_eq!(late, known);
+            // Nodes that stand for nothing do not stay.
+            let needed: HashSet<_> = (1..=NUM_NODES)
+                .filter(is_there)
+                .flat_map(|number| [number, number / 2])
+                .filter(|number| *number > 0)
+                .collect();
+            assert!(tree.len() >= needed.len());
+            if needed.is_empty() {
+                assert_eq!(tree.len(), 0);
+            }
+        }
+        for own in copies.into_values().flatten() {
+            tree.remove_copy(own);
+        }
+        follow(&mut known, tree.settle());
+        assert!(known.is_empty());
+        assert_eq!(tree.len(), 0);
     }
 }
