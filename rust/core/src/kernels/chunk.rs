@@ -91,68 +91,70 @@ impl<E: Element> Chunk<E> {
 /// CPU foresees by itself.
 pub(crate) struct Ahead<'a, E> {
     chunk: &'a Chunk<E>,
-    /// Bytes of a head's row, and of what lies in one piece.
     head_bytes: usize,
-    piece_bytes: usize,
     keys: Cursor,
     values: Cursor,
 }
 
-#[derive(Default)]
+/// What has been asked for of K or V: all of the tokens before `place`, of that one all pieces before `piece`, and of
+/// that the first `byte`s.
 struct Cursor {
     place: usize,
+    piece: usize,
     byte: usize,
-    shift: isize,
+    /// Of a token: what lies together, one head or all of them.
+    pieces: usize,
+    piece_bytes: usize,
+    piece_stride: isize,
 }
 
 impl<'a, E: Element> Ahead<'a, E> {
     /// Of so many heads from the located one on.
     #[inline(always)]
     pub(crate) fn new(chunk: &'a Chunk<E>, job: &Job<'_, E>, heads: usize) -> Self {
-        let adjacent = job.keys.has_adjacent_heads() && job.values.has_adjacent_heads();
         let head_bytes = job.keys.shape()[3] * size_of::<E>();
-        let piece_bytes = if adjacent { heads * head_bytes } else { head_bytes };
-        Self { chunk, head_bytes, piece_bytes, keys: Cursor::default(), values: Cursor::default() }
-    }
-
-    /// Begins with another head's rows, where the heads of a token do not lie together.
-    #[inline(always)]
-    pub(crate) fn turn_to(&mut self, job: &Job<'_, E>, heads: usize) {
-        if self.piece_bytes == self.head_bytes {
-            let shift = heads as isize * job.keys.head_stride();
-            self.keys = Cursor { shift, ..Cursor::default() };
-            let shift = heads as isize * job.values.head_stride();
-            self.values = Cursor { shift, ..Cursor::default() };
-        }
+        let cursor = |head_stride: isize, is_adjacent: bool| Cursor {
+            place: 0,
+            piece: 0,
+            byte: 0,
+            pieces: if is_adjacent { 1 } else { heads },
+            piece_bytes: if is_adjacent { heads * head_bytes } else { head_bytes },
+            piece_stride: head_stride * size_of::<E>() as isize,
+        };
+        let keys = cursor(job.keys.head_stride(), job.keys.has_adjacent_heads());
+        let values = cursor(job.values.head_stride(), job.values.has_adjacent_heads());
+        Self { chunk, head_bytes, keys, values }
     }
 
     /// Asks for as much of K as `rows` rows of a head are.
     #[inline(always)]
     pub(crate) fn keys<S: Simd>(&mut self, simd: S, rows: usize) {
-        let rows_of = &self.chunk.keys[..self.chunk.len()];
-        self.keys.advance(simd, rows_of, self.piece_bytes, rows * self.head_bytes);
+        self.keys.advance(simd, &self.chunk.keys[..self.chunk.len()], rows * self.head_bytes);
     }
 
     /// Asks for as much of V as `rows` rows of a head are.
     #[inline(always)]
     pub(crate) fn values<S: Simd>(&mut self, simd: S, rows: usize) {
-        let rows_of = &self.chunk.values[..self.chunk.len()];
-        self.values.advance(simd, rows_of, self.piece_bytes, rows * self.head_bytes);
+        self.values.advance(simd, &self.chunk.values[..self.chunk.len()], rows * self.head_bytes);
     }
 }
 
 impl Cursor {
     #[inline(always)]
-    fn advance<S: Simd, E>(&mut self, simd: S, rows: &[*const E], piece_bytes: usize, bytes: usize) {
-        let mut left = bytes as isize;
-        while left > 0 && self.place < rows.len() {
-            let row = rows[self.place].cast::<u8>();
-            simd.prefetch(row.wrapping_add(self.byte).wrapping_offset(self.shift * size_of::<E>() as isize));
-            let step = CACHE_LINE.min(piece_bytes - self.byte);
-            left -= step as isize;
-            self.byte += step;
-            if self.byte >= piece_bytes {
-                (self.place, self.byte) = (self.place + 1, 0);
+    fn advance<S: Simd, E>(&mut self, simd: S, rows: &[*const E], mut bytes: usize) {
+        while bytes > 0 && self.place < rows.len() {
+            let piece = rows[self.place].cast::<u8>().wrapping_offset(self.piece as isize * self.piece_stride);
+            let run = bytes.min(self.piece_bytes - self.byte);
+            for byte in (self.byte..self.byte + run).step_by(CACHE_LINE) {
+                simd.prefetch(piece.wrapping_add(byte));
+            }
+            bytes -= run;
+            self.byte += run;
+            if self.byte == self.piece_bytes {
+                (self.piece, self.byte) = (self.piece + 1, 0);
+                if self.piece == self.pieces {
+                    (self.place, self.piece) = (self.place + 1, 0);
+                }
             }
         }
     }

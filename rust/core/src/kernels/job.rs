@@ -237,19 +237,19 @@ fn merge_avx2<E: Element>(simd: Avx2, job: &Job<'_, E>, token: usize, parts: &[u
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl,avx2,fma,f16c")]
 fn run_avx512<E: Element>(simd: Avx512, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
     run(simd, job, tile, scratch);
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl,avx2,fma,f16c")]
 fn merge_avx512<E: Element>(simd: Avx512, job: &Job<'_, E>, token: usize, parts: &[usize]) {
     job.output.merge(simd, job.scoring, token, parts);
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl,avx2,fma,f16c")]
 fn run_amx<E: Element>(simd: Avx512, amx: Amx, job: &Job<'_, E>, tile: &Tile, scratch: &mut Scratch) {
     wide::run(simd, &mut Tiles::new(amx, &mut scratch.tiles), job, tile, &mut scratch.wide);
 }

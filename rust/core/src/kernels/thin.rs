@@ -2,8 +2,8 @@
 //! where it lies, for all rows of the tile.
 //!
 //! Keys are taken a chunk at a time, whatever the block size: score, soften (the online softmax's rescaling),
-//! accumulate. All KV heads of the tile are taken through a chunk before the next one, so that memory is read in the
-//! order in which it lies.
+//! accumulate. Few keys meet the rows of all KV heads before the next ones do, so that memory is read in the order in
+//! which it lies.
 #![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
@@ -25,6 +25,10 @@ const CHUNK_BYTES: usize = 1 << 18;
 /// Keys whose products with the rows are in registers at once.
 const AT_ONCE: usize = 4;
 
+/// Values that are added to the sums of one head before the next head's turn: enough that to load and store the sums
+/// is little beside it.
+const VALUES: usize = 16;
+
 /// Working memory. Rows of all heads of the tile are numbered through, head by head.
 #[derive(Default)]
 pub(crate) struct Memory {
@@ -32,22 +36,14 @@ pub(crate) struct Memory {
     queries: Buffer,
     /// Weighted sums of V so far, a row each.
     sums: Buffer,
-    /// Scores of the chunk's keys of one head, then their weights, a row each.
+    /// Scores of the chunk's keys, then their weights, a row each.
     scores: Buffer,
-    rows: Vec<Row>,
+    so_far: Vec<Denominator>,
     /// Which of the chunk's keys each row of a head sees.
     seen: Vec<Range<usize>>,
     /// `head_dim`, and what it takes with padding.
     head_dim: usize,
     width: usize,
-}
-
-/// State of one row's softmax.
-#[derive(Clone, Copy)]
-struct Row {
-    so_far: Denominator,
-    /// What the chunk in hand makes of earlier sums.
-    rescale: f32,
 }
 
 #[inline(always)]
@@ -68,15 +64,13 @@ pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, s
         next.locate(job, tile.row, tile.heads.start, at(chunk.positions.end));
         let mut ahead = Ahead::new(&next, job, tile.heads.len());
         mark_seen(job, tile, &chunk.positions, memory);
+        score(simd, job, tile, &mut chunk, &mut ahead, memory);
         for (place, kv_head) in tile.heads.clone().enumerate() {
-            chunk.turn_to(job, place);
-            ahead.turn_to(job, place);
-            score(simd, &chunk, &mut ahead, rows, place, memory);
             for row in 0..rows {
                 soften(simd, job, tile, &chunk.positions, kv_head, row, place * rows + row, memory);
             }
-            accumulate(simd, &chunk, &mut ahead, rows, place, memory);
         }
+        accumulate(simd, job, tile, &mut chunk, &mut ahead, memory);
         mem::swap(&mut chunk, &mut next);
     }
     for (place, kv_head) in tile.heads.clone().enumerate() {
@@ -86,7 +80,7 @@ pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, s
             let sums = &memory.sums[number * memory.width..][..memory.head_dim];
             // SAFETY: each query and head is in one tile of its kind, and each of these is run once.
             unsafe {
-                job.output.put(simd, job, tile, [query, head], memory.rows[number].so_far, sums);
+                job.output.put(simd, job, tile, [query, head], memory.so_far[number], sums);
             }
         }
     }
@@ -100,9 +94,9 @@ fn load_queries<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, mem
     memory.width = memory.head_dim.next_multiple_of(MAX_LANES);
     memory.queries.reserve(all * memory.width);
     memory.sums.reserve(all * memory.width);
-    memory.scores.reserve(rows * CHUNK);
-    memory.rows.clear();
-    memory.rows.resize(all, Row { so_far: Denominator::EMPTY, rescale: 1.0 });
+    memory.scores.reserve(all * CHUNK);
+    memory.so_far.clear();
+    memory.so_far.resize(all, Denominator::EMPTY);
     memory.seen.clear();
     memory.seen.resize(rows, 0..0);
     memory.sums[..all * memory.width].fill(0.0);
@@ -133,77 +127,80 @@ fn mark_seen<E: Element>(job: &Job<'_, E>, tile: &Tile, chunk: &Range<usize>, me
 #[inline(always)]
 fn score<S: Simd, E: Element>(
     simd: S,
-    chunk: &Chunk<E>,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    chunk: &mut Chunk<E>,
     ahead: &mut Ahead<'_, E>,
-    rows: usize,
-    head: usize,
     memory: &mut Memory,
 ) {
-    let mut row = 0;
-    while row < rows {
-        row += match rows - row {
-            4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
-            2.. => score_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
-            _ => score_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
-        };
+    let rows = memory.seen.len();
+    for first in (0..chunk.len()).step_by(AT_ONCE) {
+        for head in 0..tile.heads.len() {
+            ahead.keys(simd, AT_ONCE);
+            chunk.turn_to(job, head);
+            let mut keys = [std::ptr::null(); AT_ONCE];
+            for place in 0..AT_ONCE {
+                keys[place] = chunk.key(first + place);
+            }
+            let mut row = 0;
+            while row < rows {
+                let number = head * rows + row;
+                row += match rows - row {
+                    4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, keys, first, number, memory),
+                    2.. => score_rows::<S, E, 2>(simd, keys, first, number, memory),
+                    _ => score_rows::<S, E, 1>(simd, keys, first, number, memory),
+                };
+            }
+        }
     }
 }
 
+/// Those of M rows, from a number on, and of neighbouring keys, from place `first` of the chunk on.
 #[inline(always)]
 fn score_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
-    chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
-    first_row: usize,
-    row: usize,
+    keys: [*const E; AT_ONCE],
+    first: usize,
+    number: usize,
     memory: &mut Memory,
 ) -> usize {
     let (dim, width) = (memory.head_dim, memory.width);
-    let queries = memory.queries[(first_row + row) * width..][..M * width].as_ptr();
-    let scores = &mut memory.scores[row * CHUNK..(row + M) * CHUNK];
-    for first in (0..chunk.len()).step_by(AT_ONCE) {
-        if row == 0 {
-            ahead.keys(simd, AT_ONCE);
-        }
-        let mut keys = [std::ptr::null(); AT_ONCE];
+    let queries = memory.queries[number * width..][..M * width].as_ptr();
+    let scores = &mut memory.scores[number * CHUNK..][..M * CHUNK];
+    let mut products = [[simd.splat(0.0); AT_ONCE]; M];
+    let whole = dim - dim % S::LANES;
+    for d in (0..whole).step_by(S::LANES) {
+        let mut k = [simd.splat(0.0); AT_ONCE];
         for place in 0..AT_ONCE {
-            keys[place] = chunk.key(first + place);
-        }
-        let mut products = [[simd.splat(0.0); AT_ONCE]; M];
-        let whole = dim - dim % S::LANES;
-        for d in (0..whole).step_by(S::LANES) {
-            let mut k = [simd.splat(0.0); AT_ONCE];
-            for place in 0..AT_ONCE {
-                // SAFETY: every key is the address of head_dim readable elements.
-                k[place] = unsafe { simd.load_elements(keys[place].add(d)) };
-            }
-            for m in 0..M {
-                // SAFETY: M rows of `width` numbers begin at `queries`.
-                let q = unsafe { simd.load(queries.add(m * width + d)) };
-                for place in 0..AT_ONCE {
-                    products[m][place] = simd.fma(q, k[place], products[m][place]);
-                }
-            }
-        }
-        if whole < dim {
-            for place in 0..AT_ONCE {
-                // SAFETY: as above; dim - whole elements are left.
-                let k = unsafe { simd.load_up_to(keys[place].add(whole), dim - whole) };
-                for m in 0..M {
-                    // SAFETY: as above; rows are padded.
-                    let q = unsafe { simd.load(queries.add(m * width + whole)) };
-                    products[m][place] = simd.fma(q, k, products[m][place]);
-                }
-            }
+            // SAFETY: every key is the address of head_dim readable elements.
+            k[place] = unsafe { simd.load_elements(keys[place].add(d)) };
         }
         for m in 0..M {
-            scores[m * CHUNK + first..][..AT_ONCE].copy_from_slice(&simd.sum_each(products[m]));
+            // SAFETY: M rows of `width` numbers begin at `queries`.
+            let q = unsafe { simd.load(queries.add(m * width + d)) };
+            for place in 0..AT_ONCE {
+                products[m][place] = simd.fma(q, k[place], products[m][place]);
+            }
         }
+    }
+    if whole < dim {
+        for place in 0..AT_ONCE {
+            // SAFETY: as above; dim - whole elements are left.
+            let k = unsafe { simd.load_up_to(keys[place].add(whole), dim - whole) };
+            for m in 0..M {
+                // SAFETY: as above; rows are padded.
+                let q = unsafe { simd.load(queries.add(m * width + whole)) };
+                products[m][place] = simd.fma(q, k, products[m][place]);
+            }
+        }
+    }
+    for m in 0..M {
+        scores[m * CHUNK + first..][..AT_ONCE].copy_from_slice(&simd.sum_each(products[m]));
     }
     M
 }
 
-/// Turns one row's products into weights, relative to its new maximum.
+/// Turns one row's products into weights, relative to its new maximum, and its sums so far, too.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a loop's body")]
 fn soften<S: Simd, E: Element>(
@@ -216,13 +213,11 @@ fn soften<S: Simd, E: Element>(
     number: usize,
     memory: &mut Memory,
 ) {
-    let state = &mut memory.rows[number];
     let seen = memory.seen[row].clone();
-    state.rescale = 1.0;
     if seen.is_empty() {
         return;
     }
-    let scores = &mut memory.scores[row * CHUNK..(row + 1) * CHUNK];
+    let scores = &mut memory.scores[number * CHUNK..][..CHUNK];
     let used = seen.end.next_multiple_of(S::LANES);
     if let Some(cap) = job.scoring.logit_softcap {
         let (cap, inverse) = (simd.splat(cap), simd.splat(1.0 / cap));
@@ -249,10 +244,15 @@ fn soften<S: Simd, E: Element>(
         largest = simd.max(largest, simd.get(x));
     }
     let largest = simd.max_lane(largest) * LOG2_E;
-    let before = state.so_far;
+    let before = &mut memory.so_far[number];
     let top = if largest > before.top { largest } else { before.top };
     if top > before.top {
-        state.rescale = (before.top - top).exp2();
+        let factor = (before.top - top).exp2();
+        before.total *= factor;
+        let factor = simd.splat(factor);
+        for sums in memory.sums[number * memory.width..][..memory.width].chunks_exact_mut(S::LANES) {
+            simd.put(sums, simd.mul(factor, simd.get(sums)));
+        }
     }
     let (tops, to_base_2, zero) = (simd.splat(-top), simd.splat(LOG2_E), simd.splat(0.0));
     let mut total = zero;
@@ -262,97 +262,92 @@ fn soften<S: Simd, E: Element>(
         simd.put(x, weight);
     }
     let total = simd.sum_each([total, zero, zero, zero])[0];
-    state.so_far = Denominator { top, total: before.total * state.rescale + total };
+    *before = Denominator { top, total: before.total + total };
 }
 
 /// Adds the chunk's rows of V to the sums, weighted.
-///
-/// Rows go together over the keys that all of them see, and alone over the others: a weight of zero would not
-/// do for an unseen key, since zero times NaN is NaN.
 #[inline(always)]
 fn accumulate<S: Simd, E: Element>(
     simd: S,
-    chunk: &Chunk<E>,
+    job: &Job<'_, E>,
+    tile: &Tile,
+    chunk: &mut Chunk<E>,
     ahead: &mut Ahead<'_, E>,
-    rows: usize,
-    head: usize,
     memory: &mut Memory,
 ) {
-    let mut row = 0;
-    while row < rows {
-        row += match rows - row {
-            4.. if S::ROWS >= 4 => accumulate_rows::<S, E, 4>(simd, chunk, ahead, head * rows, row, memory),
-            2.. => accumulate_rows::<S, E, 2>(simd, chunk, ahead, head * rows, row, memory),
-            _ => accumulate_rows::<S, E, 1>(simd, chunk, ahead, head * rows, row, memory),
-        };
+    let rows = memory.seen.len();
+    for first in (0..chunk.len()).step_by(VALUES) {
+        let values = first..(first + VALUES).min(chunk.len());
+        for head in 0..tile.heads.len() {
+            chunk.turn_to(job, head);
+            ahead.values(simd, VALUES);
+            let mut row = 0;
+            while row < rows {
+                row += match rows - row {
+                    4.. if S::ROWS >= 4 => add_rows::<S, E, 4>(simd, chunk, &values, head * rows, row, memory),
+                    2.. => add_rows::<S, E, 2>(simd, chunk, &values, head * rows, row, memory),
+                    _ => add_rows::<S, E, 1>(simd, chunk, &values, head * rows, row, memory),
+                };
+            }
+        }
     }
 }
 
+/// Adds some values to M rows' sums: together where all of them see a value, alone elsewhere, since a weight of zero
+/// would not do for an unseen one: zero times NaN is NaN.
 #[inline(always)]
-fn accumulate_rows<S: Simd, E: Element, const M: usize>(
+fn add_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
+    values: &Range<usize>,
     first_row: usize,
     row: usize,
     memory: &mut Memory,
 ) -> usize {
-    let (mut start, mut stop) = (0, usize::MAX);
+    let (mut start, mut stop) = (values.start, values.end);
     for m in 0..M {
         start = start.max(memory.seen[row + m].start);
         stop = stop.min(memory.seen[row + m].end);
     }
     let together = start < stop;
     if together {
-        let ahead = if row == 0 { Some(ahead) } else { None };
-        add_weighted::<S, E, M>(simd, chunk, start..stop, first_row, row, true, ahead, memory);
+        add_weighted::<S, E, M>(simd, chunk, start..stop, first_row + row, memory);
     }
-    if M == 1 {
+    if M == 1 || (together && stop - start == values.len()) {
         return M;
     }
     for m in 0..M {
-        let seen = memory.seen[row + m].clone();
+        let seen = &memory.seen[row + m];
+        let seen = seen.start.max(values.start)..seen.end.min(values.end);
         let parts = if together { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
         for part in parts {
             if !part.is_empty() {
-                add_weighted::<S, E, 1>(simd, chunk, part, first_row, row + m, !together, None, memory);
+                add_weighted::<S, E, 1>(simd, chunk, part, first_row + row + m, memory);
             }
         }
     }
     M
 }
 
-/// Adds the weighted V of the keys in `range` to the sums of M rows, which are rescaled before if so asked.
+/// Adds the weighted V of the keys in `range` to the sums of M rows, from a number on.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "a loop's body")]
 fn add_weighted<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
     range: Range<usize>,
-    first_row: usize,
-    row: usize,
-    rescale: bool,
-    mut ahead: Option<&mut Ahead<'_, E>>,
+    number: usize,
     memory: &mut Memory,
 ) {
     let (dim, width) = (memory.head_dim, memory.width);
-    let mut factors = [1.0; M];
-    if rescale {
-        for m in 0..M {
-            factors[m] = memory.rows[first_row + row + m].rescale;
-        }
-    }
-    let weights = &memory.scores[row * CHUNK..][..M * CHUNK];
-    let sums = &mut memory.sums[(first_row + row) * width..][..M * width];
+    let weights = &memory.scores[number * CHUNK..][..M * CHUNK];
+    let sums = &mut memory.sums[number * width..][..M * width];
     let mut d = 0;
     while d + 4 * S::LANES <= dim {
-        let ahead = if d == 0 { ahead.take() } else { None };
-        add_columns::<S, E, M, 4>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        add_columns::<S, E, M, 4>(simd, chunk, range.clone(), weights, sums, width, d..dim);
         d += 4 * S::LANES;
     }
     while d < dim {
-        let ahead = if d == 0 { ahead.take() } else { None };
-        add_columns::<S, E, M, 1>(simd, chunk, range.clone(), weights, factors, sums, width, d..dim, ahead);
+        add_columns::<S, E, M, 1>(simd, chunk, range.clone(), weights, sums, width, d..dim);
         d += S::LANES;
     }
 }
@@ -361,17 +356,14 @@ fn add_weighted<S: Simd, E: Element, const M: usize>(
 ///
 /// If N is 1, `columns` may have less than a vector left.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the body of two nested loops, for the sake of registers")]
 fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     simd: S,
     chunk: &Chunk<E>,
     range: Range<usize>,
     weights: &[f32],
-    factors: [f32; M],
     sums: &mut [f32],
     width: usize,
     columns: Range<usize>,
-    mut ahead: Option<&mut Ahead<'_, E>>,
 ) {
     let d = columns.start;
     let whole = columns.len() >= N * S::LANES;
@@ -382,14 +374,10 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     for m in 0..M {
         for n in 0..N {
             // SAFETY: M rows of `width` numbers begin at `sums`, and N vectors are left from d on.
-            let before = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
-            sum[m][n] = simd.mul(before, simd.splat(factors[m]));
+            sum[m][n] = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
         }
     }
     for key in range {
-        if let Some(ahead) = &mut ahead {
-            ahead.values(simd, 1);
-        }
         let value = chunk.value(key);
         let mut v = [simd.splat(0.0); N];
         for n in 0..N {

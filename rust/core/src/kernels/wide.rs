@@ -162,7 +162,6 @@ pub(crate) fn run<S: Simd, E: Element, G: Engine>(
         let mut ahead = Ahead::new(&next, job, tile.heads.len());
         for (place, kv_head) in tile.heads.clone().enumerate() {
             chunk.turn_to(job, place);
-            ahead.turn_to(job, place);
             engine.load(simd, &chunk, &mut ahead, sizes.head_dim);
             let mut is_finite = None;
             for panel in 0..sizes.panels {

@@ -23,13 +23,16 @@ impl Avx2 {
     }
 }
 
-/// AVX-512 F and DQ: Skylake-SP and Zen 4, and what came after.
+/// AVX-512 F, DQ and VL: Skylake-SP and Zen 4, and what came after. Without VL, whatever is in a narrow vector at some
+/// time could be in half of the registers only.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
 impl Avx512 {
     pub(crate) fn detect() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq");
+        let found = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
         found.then_some(Self(()))
     }
 }
@@ -192,13 +195,14 @@ impl Simd for Avx512 {
             _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x)
         }
         fn sum_each(vectors: [__m512; 4]) -> [f32; 4] {
+            // No horizontal additions: they know half of the registers only, and so would all that leads to them.
             let [a, b, c, d] = vectors;
-            let a = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
-            let b = _mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps::<1>(b));
-            let c = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps::<1>(c));
-            let d = _mm256_add_ps(_mm512_castps512_ps256(d), _mm512_extractf32x8_ps::<1>(d));
-            let halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (even, odd) = (_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
+            let quarters = _mm512_add_ps(even, odd);
+            let halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf32x4_ps::<1>(halves));
             let mut out = [0.0; 4];
             _mm_storeu_ps(out.as_mut_ptr(), sums);
             out
