@@ -34,11 +34,13 @@ from .reference import Comparison, compare_with_generate
 from .request import Answer, Event, FinishReason, Request
 from .sampling import SamplingParams
 from .speculation import Drafter
+from .verdict import Binding, Load, Verdict, judge
 
 __all__ = [
     "Answer",
     "Beam",
     "BeamSearchResult",
+    "Binding",
     "Comparison",
     "Distribution",
     "Drafter",
@@ -46,12 +48,15 @@ __all__ = [
     "EngineStats",
     "Event",
     "FinishReason",
+    "Load",
     "PromptLookup",
     "Request",
     "RequestFigures",
     "RequestRefused",
     "SamplingParams",
     "UnsupportedModel",
+    "Verdict",
     "beam_search",
     "compare_with_generate",
+    "judge",
 ]
