@@ -194,8 +194,10 @@ def run_threads() -> None:
     stop, failures = threading.Event(), []
 
     def work(one: Workload) -> None:
-        for _ in range(3000):
+        for step in range(60_000):
             one.step()
+            if step > 2000 and router.num_removed > 100:
+                break
         one.close()
 
     def follow() -> None:

@@ -85,6 +85,8 @@ class EngineStats:
     busy_time: float
     throughput: float
     pool: dict[str, int]  # of BlockPool.stats()
+    time_to_first_token: Histogram  # of each answer, from its submission on
+    time_per_output_token: Histogram  # of each answer that has ended, the mean between two of its tokens
     load: Load
     verdict: Verdict
 
@@ -114,7 +116,6 @@ class Meter:
     row_bound_steps: int = 0
     budget_bound_steps: int = 0
     read_bytes: int = 0
-    # Of each answer: from its submission on, and the mean between two of its tokens.
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     time_per_output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN))
     blocks_per_reservation: int = field(default=0, kw_only=True)  # at maximum length
@@ -215,6 +216,8 @@ class Meter:
             busy_time=self.busy_time,
             throughput=self.output_tokens / self.busy_time if self.busy_time else 0.0,
             pool=dict(pool.stats()),
+            time_to_first_token=self.time_to_first_token.copy(),
+            time_per_output_token=self.time_per_output_token.copy(),
             load=load,
             verdict=judge(self._older, load),
         )
