@@ -24,6 +24,8 @@ except ImportError as error:  # pragma: no cover
         "kvfolio.serving needs torch and transformers: pip install 'kvfolio[serving]'"
     ) from error
 
+from kvfolio.verdict import Binding, Load, Verdict, judge
+
 from .beam_search import BeamSearchResult, beam_search
 from .engine import Engine
 from .errors import RequestRefused, UnsupportedModel
@@ -34,7 +36,6 @@ from .reference import Comparison, compare_with_generate
 from .request import Answer, Event, FinishReason, Request
 from .sampling import SamplingParams
 from .speculation import Drafter
-from .verdict import Binding, Load, Verdict, judge
 
 __all__ = [
     "Answer",

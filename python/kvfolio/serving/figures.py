@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import kvfolio as kv
+from kvfolio.verdict import Load, Verdict, judge
 
 from .histogram import FIRST_TOKEN, OUTPUT_TOKEN, Histogram
-from .verdict import Load, Verdict, judge
 
 if TYPE_CHECKING:
     from .request import Answer
@@ -112,7 +112,7 @@ class Meter:
     empty_slots: int = 0
     peak_blocks: int = 0
     peak_reserved_blocks: int = 0
-    space_bound_steps: int = 0  # see verdict.py, as for the next two
+    space_bound_steps: int = 0  # see kvfolio/verdict.py, as for the next two
     row_bound_steps: int = 0
     budget_bound_steps: int = 0
     read_bytes: int = 0
