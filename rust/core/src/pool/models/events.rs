@@ -129,3 +129,17 @@ fn after_a_reset_nothing_is_known_of_what_was_published_before_it() {
         follower.knows(&[]);
     });
 }
+
+#[test]
+fn who_looks_while_an_evicted_block_stays_blank_knows_nothing() {
+    check(|| {
+        let (pool, keys, block) = setup();
+        publish(&pool, block, keys[0], 0);
+        pool.shared().drop_references(&[block]);
+        let mut follower = Follower::new(&pool);
+        follower.knows(&keys[..1]);
+        let other = pool.clone();
+        at_once(move || assert!(allocate(other.shared(), 1).is_some()), || follower.drain());
+        follower.knows(&[]);
+    });
+}
