@@ -184,6 +184,12 @@ mod imp {
         }
 
         #[track_caller]
+        pub(crate) fn load(&self, order: Ordering) -> *mut T {
+            point();
+            self.0.load(order)
+        }
+
+        #[track_caller]
         pub(crate) fn swap(&self, value: *mut T, order: Ordering) -> *mut T {
             point();
             self.0.swap(value, order)

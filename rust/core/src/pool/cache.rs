@@ -85,6 +85,9 @@ impl Shared {
             self.index.touch(*hash);
             black_box(self.words[block.index()].load());
             self.contents.touch(*block);
+            if let Some(events) = &self.events {
+                events.touch(*block);
+            }
         }
     }
 

@@ -10,7 +10,7 @@
 //! ended and the marks were taken once more, of each block the last word and the last note have been seen.
 //! `docs/memory-ordering.md` argues it.
 
-use std::{ptr, sync::Arc};
+use std::{hint::black_box, ptr, sync::Arc};
 
 use super::{Shared, told::Told};
 use crate::{
@@ -29,31 +29,58 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn new(context: &Context, root: Key) -> Self {
+    /// None if the context says nothing.
+    pub(crate) fn new(context: &Context, root: Key) -> Option<Arc<Self>> {
         let is_plain = [&context.model, &context.tenant, &context.salt].into_iter().all(String::is_empty);
-        Self { adapter: context.adapter.clone(), namespace: (!is_plain).then_some(root) }
+        let namespace = (!is_plain).then_some(root);
+        let has_any = namespace.is_some() || !context.adapter.is_empty();
+        has_any.then(|| Arc::new(Self { adapter: context.adapter.clone(), namespace }))
     }
 }
 
 /// Full blocks that one call publishes, and what they hold.
 pub(crate) struct Note {
-    pub(crate) origin: Arc<Origin>,
-    pub(crate) epoch: u64,
+    origin: Option<Arc<Origin>>,
+    epoch: u64,
     /// The key of the block in front of them.
-    pub(crate) parent: Option<Key>,
+    parent: Option<Key>,
     /// The position of their first token.
-    pub(crate) start: usize,
-    pub(crate) blocks: Box<[BlockId]>,
-    pub(crate) keys: Box<[Key]>,
-    pub(crate) tokens: Box<[i32]>,
+    start: usize,
     /// Those that touch them, by their positions in the sequence.
-    pub(crate) extras: Box<[Extra]>,
+    extras: Box<[Extra]>,
+    num_blocks: usize,
+    /// Ids, then keys, then tokens: in one piece, since this is made within a step.
+    words: Box<[u32]>,
 }
 
+const KEY_WORDS: usize = size_of::<Key>() / size_of::<u32>();
+
 impl Note {
+    /// Some blocks that follow each other, their keys and all their tokens.
+    pub(crate) fn new(
+        origin: Option<Arc<Origin>>,
+        epoch: u64,
+        (parent, start): (Option<Key>, usize),
+        (blocks, keys, tokens): (&[BlockId], &[Key], &[i32]),
+        extras: Box<[Extra]>,
+    ) -> Self {
+        let mut words = Vec::with_capacity((1 + KEY_WORDS) * blocks.len() + tokens.len());
+        words.extend(blocks.iter().map(|block| block.as_u32()));
+        words.extend(keys.iter().flat_map(Key::words).flat_map(|word| [word as u32, (word >> 32) as u32]));
+        words.extend(tokens.iter().map(|token| *token as u32));
+        Self { origin, epoch, parent, start, extras, num_blocks: blocks.len(), words: words.into() }
+    }
+
     /// Where a block is among them.
     pub(super) fn place(&self, block: BlockId) -> Option<usize> {
-        self.blocks.iter().position(|other| *other == block)
+        self.words[..self.num_blocks].iter().position(|other| *other == block.as_u32())
+    }
+
+    fn key(&self, place: usize) -> Key {
+        let words = &self.words[self.num_blocks + place * KEY_WORDS..];
+        Key::from_words(std::array::from_fn(|word| {
+            u64::from(words[2 * word]) | u64::from(words[2 * word + 1]) << 32
+        }))
     }
 
     /// What it says about the block at a place in it.
@@ -61,12 +88,13 @@ impl Note {
         let start = self.start + place * block_size;
         let touching = |extra: &&Extra| extra.start < start + block_size && extra.stop > start;
         let placed = |extra: &Extra| (extra.digest.clone(), extra.start as i64 - start as i64);
+        let tokens = &self.words[self.num_blocks * (1 + KEY_WORDS) + place * block_size..][..block_size];
         StoredBlock {
-            key: self.keys[place],
-            parent: if place == 0 { self.parent } else { Some(self.keys[place - 1]) },
-            tokens: self.tokens[place * block_size..][..block_size].into(),
+            key: self.key(place),
+            parent: if place == 0 { self.parent } else { Some(self.key(place - 1)) },
+            tokens: tokens.iter().map(|token| *token as i32).collect(),
             extras: self.extras.iter().filter(touching).map(placed).collect(),
-            origin: Arc::clone(&self.origin),
+            origin: self.origin.clone(),
             epoch: self.epoch,
         }
     }
@@ -79,7 +107,7 @@ pub struct StoredBlock {
     pub(super) parent: Option<Key>,
     tokens: Box<[i32]>,
     extras: Box<[(Arc<[u8]>, i64)]>,
-    origin: Arc<Origin>,
+    origin: Option<Arc<Origin>>,
     pub(super) epoch: u64,
 }
 
@@ -101,12 +129,12 @@ impl StoredBlock {
 
     /// The adapter that it was computed with, or nothing.
     pub fn adapter(&self) -> &str {
-        &self.origin.adapter
+        self.origin.as_ref().map_or("", |origin| &origin.adapter)
     }
 
     /// The hash of its sequence's model, adapter, tenant and salt; none if the context names none but an adapter.
     pub fn namespace(&self) -> Option<Key> {
-        self.origin.namespace
+        self.origin.as_ref().and_then(|origin| origin.namespace)
     }
 
     /// Extras that touch it: their digests, and where they start as seen from it.
@@ -116,8 +144,7 @@ impl StoredBlock {
 
     #[cfg(all(test, not(any(loom, schedules))))]
     pub(super) fn of_test(key: Key, parent: Option<Key>) -> Self {
-        let origin = Arc::new(Origin::new(&Context::default(), key));
-        Self { key, parent, tokens: [0].into(), extras: [].into(), origin, epoch: 0 }
+        Self { key, parent, tokens: [0].into(), extras: [].into(), origin: None, epoch: 0 }
     }
 
     /// Whether it goes on where another one ends, under the same context.
@@ -156,6 +183,12 @@ impl Recorder {
         let before = self.notes[block.index()].swap(note, Ordering::AcqRel);
         // SAFETY: the pointer came out of the slot, by the update that took it out of it.
         drop(unsafe { from_slot(before) });
+    }
+
+    /// Get at hand what a publication changes.
+    pub(super) fn touch(&self, block: BlockId) {
+        black_box(self.marks[block.index() / WORD].load(Ordering::Relaxed));
+        black_box(self.notes[block.index()].load(Ordering::Relaxed));
     }
 
     /// The note about a block, if there is one that nobody has taken.

@@ -38,7 +38,7 @@ pub(crate) struct History {
     pub(super) num_published: usize,
     /// Of the pool, when the first token was planned or found.
     pub(super) epoch: u64,
-    /// For who follows what the pool has, if that is wanted.
+    /// For who follows what the pool has; none if nobody does, or there is nothing to say.
     pub(super) origin: Option<Arc<Origin>>,
 }
 
@@ -61,7 +61,7 @@ impl SequenceState {
     ) -> Self {
         let shared = pool.shared();
         let chain = KeyChain::new(context, shared.block_size);
-        let origin = shared.has_events().then(|| Arc::new(Origin::new(context, chain.root())));
+        let origin = Origin::new(context, chain.root()).filter(|_| shared.has_events());
         let history = History {
             tokens: tokens.to_vec(),
             unknown: VecDeque::new(),
@@ -387,13 +387,11 @@ impl SequenceState {
         let shared = self.table.pool().shared();
         let (history, blocks) = (&self.history, self.table.blocks());
         let (own, keys) = (&blocks[first..ready], &history.chain.keys()[first..ready]);
-        let note = history.origin.as_ref().map(|origin| {
-            move |part: Range<usize>| {
-                let range = first + part.start..first + part.end;
-                history.note(origin, blocks, range, shared.block_size)
-            }
-        });
-        let note = note.as_ref().map(|note| note as &dyn Fn(Range<usize>) -> Note);
+        let note = |part: Range<usize>| {
+            let range = first + part.start..first + part.end;
+            history.note(blocks, range, shared.block_size)
+        };
+        let note = shared.has_events().then_some(&note as &dyn Fn(Range<usize>) -> Note);
         let merged = shared.publish_noted(own, keys, history.epoch, note, history.read_cache);
         shared.counters.merges.add(merged.len());
         for (index, block) in merged {

@@ -4,13 +4,7 @@
 use std::collections::HashSet;
 
 use super::*;
-use crate::{
-    Context,
-    pool::{
-        Event, EventSource,
-        events::{Note, Origin},
-    },
-};
+use crate::pool::{Event, EventSource, events::Note};
 
 struct Follower {
     source: EventSource,
@@ -40,16 +34,7 @@ impl Follower {
 
 /// Publish a block that the caller has, as the first of a sequence.
 fn publish(pool: &BlockPool, block: BlockId, key: Key, epoch: u64) {
-    let note = |_| Note {
-        origin: Arc::new(Origin::new(&Context::default(), key)),
-        epoch,
-        parent: None,
-        start: 0,
-        blocks: [block].into(),
-        keys: [key].into(),
-        tokens: [0].into(),
-        extras: [].into(),
-    };
+    let note = |_| Note::new(None, epoch, (None, 0), (&[block], &[key], &[0]), [].into());
     pool.shared().publish_noted(&[block], &[key], epoch, Some(&note), true);
 }
 
