@@ -60,7 +60,9 @@ fn measure<E: Element>(name: &str, sequences: usize, context: usize, queries: us
     for i in (1..ids.len()).rev() {
         ids.swap(i, numbers.below(i + 1));
     }
-    if std::env::var("SAME").is_ok() { ids.fill(1); }
+    if std::env::var("SAME").is_ok() {
+        ids.fill(1);
+    }
     let tables: Vec<&[i32]> = ids.chunks_exact(blocks).collect();
     let lengths = vec![context as i32; sequences];
     let starts: Vec<i32> = (0..=sequences).map(|i| (i * queries) as i32).collect();

@@ -10,7 +10,7 @@ use super::threads;
 use super::view::{PagedView, TokenView};
 
 /// Multiplications of a call, times bytes of an element, below which waking another thread costs more than it saves.
-const WORTH_SHARING: usize = 1 << 21;
+const WORTH_SHARING: usize = 1 << 20;
 
 /// Who attends to what, as a plan tells it.
 #[derive(Debug, Clone, Copy)]

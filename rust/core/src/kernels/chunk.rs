@@ -10,8 +10,8 @@ use super::simd::Simd;
 /// The most keys of a chunk.
 pub(crate) const CHUNK: usize = 128;
 
-/// Keys that are scored together; addresses are padded to a multiple of it.
-pub(crate) const KEYS: usize = 8;
+/// Keys that are worked on together; addresses are padded to a multiple of it.
+pub(crate) const KEYS: usize = 16;
 
 /// Bytes that memory moves at once.
 const CACHE_LINE: usize = 64;
@@ -143,7 +143,8 @@ impl Cursor {
     #[inline(always)]
     fn advance<S: Simd, E>(&mut self, simd: S, rows: &[*const E], mut bytes: usize) {
         while bytes > 0 && self.place < rows.len() {
-            let piece = rows[self.place].cast::<u8>().wrapping_offset(self.piece as isize * self.piece_stride);
+            let piece =
+                rows[self.place].cast::<u8>().wrapping_offset(self.piece as isize * self.piece_stride);
             let run = bytes.min(self.piece_bytes - self.byte);
             for byte in (self.byte..self.byte + run).step_by(CACHE_LINE) {
                 simd.prefetch(piece.wrapping_add(byte));

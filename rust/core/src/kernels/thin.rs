@@ -2,32 +2,78 @@
 //! where it lies, for all rows of the tile.
 //!
 //! Keys are taken a chunk at a time, whatever the block size: score, soften (the online softmax's rescaling),
-//! accumulate. Few keys meet the rows of all KV heads before the next ones do, so that memory is read in the order in
-//! which it lies.
+//! accumulate. In between, few keys meet the rows of all KV heads before the next ones do, in an [`Order`] in which a
+//! CPU foresees by itself what is read next.
 #![expect(clippy::needless_range_loop, reason = "arrays are registers, and loops over them are unrolled")]
 #![expect(clippy::inline_always, reason = "all of it must end up in a #[target_feature] function")]
 
 use std::f32::consts::LOG2_E;
-use std::mem;
 use std::ops::Range;
 
 use super::buffer::Buffer;
-use super::chunk::{Ahead, CHUNK, Chunk, KEYS};
+use super::chunk::{CHUNK, Chunk, KEYS};
 use super::element::Element;
 use super::job::{Job, Tile};
 use super::output::Denominator;
 use super::scratch::Scratch;
 use super::simd::{MAX_LANES, Simd};
 
-/// Bytes of K and V of a chunk, which lie in the second-level cache together with those of the next one.
-const CHUNK_BYTES: usize = 1 << 18;
-
 /// Keys whose products with the rows are in registers at once.
 const AT_ONCE: usize = 4;
 
-/// Values that are added to the sums of one head before the next head's turn: enough that to load and store the sums
-/// is little beside it.
-const VALUES: usize = 16;
+/// What CPUs follow reads in, one ascending run of them in each.
+const PAGE: usize = 4096;
+
+/// In which order [`KEYS`] keys are read: with a step of 1, all of them for one head, then for the next; with a step of
+/// 2 those at even places for all heads, then the others.
+///
+/// A CPU that sees reads ascend through a page of memory fetches what comes next, in dozens of pages at once. With the
+/// heads of a token side by side, tokens that share a page would give two runs in it, which it takes for disorder.
+#[derive(Clone, Copy)]
+struct Order {
+    step: usize,
+}
+
+impl Order {
+    #[inline(always)]
+    fn of<E: Element>(job: &Job<'_, E>) -> Self {
+        let [_, _, heads, head_dim] = job.keys.shape();
+        let token = if job.keys.has_adjacent_heads() { heads * head_dim * size_of::<E>() } else { PAGE };
+        Self { step: (PAGE / token.max(1)).clamp(1, KEYS / AT_ONCE).next_power_of_two() }
+    }
+
+    /// What is read for all heads, one after the other.
+    #[inline(always)]
+    fn turns(self, keys: usize) -> impl Iterator<Item = Places> {
+        let step = self.step;
+        (0..keys).step_by(KEYS).flat_map(move |first| {
+            let end = keys.min(first + KEYS);
+            (first..end.min(first + step)).map(move |start| Places { start, end, step })
+        })
+    }
+}
+
+/// Places of a chunk: every `step`-th from `start` on, below `end`.
+#[derive(Clone, Copy)]
+struct Places {
+    start: usize,
+    end: usize,
+    step: usize,
+}
+
+impl Places {
+    /// Those in a range.
+    #[inline(always)]
+    fn within(self, range: &Range<usize>) -> Self {
+        let passed = range.start.saturating_sub(self.start).next_multiple_of(self.step);
+        Self { start: self.start + passed, end: self.end.min(range.end), ..self }
+    }
+
+    #[inline(always)]
+    fn is_empty(self) -> bool {
+        self.start >= self.end
+    }
+}
 
 /// Working memory. Rows of all heads of the tile are numbered through, head by head.
 #[derive(Default)]
@@ -51,27 +97,19 @@ pub(crate) fn run<S: Simd, E: Element>(simd: S, job: &Job<'_, E>, tile: &Tile, s
     let memory = &mut scratch.thin;
     let rows = tile.queries.len() * job.group;
     load_queries(simd, job, tile, memory);
-    let bytes = 2 * tile.heads.len() * memory.head_dim * size_of::<E>();
-    let most = (CHUNK_BYTES / bytes.max(1) / KEYS * KEYS).clamp(2 * KEYS, CHUNK);
+    let order = Order::of(job);
     let seen = job.seen_by_any(tile);
-    let at = |first: usize| first.min(seen.end)..(first + most).min(seen.end);
-    let (mut chunk, mut next) = (Chunk::new(), Chunk::new());
-    chunk.locate(job, tile.row, tile.heads.start, at(seen.start));
-    let mut first = Ahead::new(&chunk, job, tile.heads.len());
-    first.keys(simd, KEYS * tile.heads.len());
-    first.values(simd, KEYS * tile.heads.len());
-    while chunk.len() > 0 {
-        next.locate(job, tile.row, tile.heads.start, at(chunk.positions.end));
-        let mut ahead = Ahead::new(&next, job, tile.heads.len());
+    let mut chunk = Chunk::new();
+    for first in seen.clone().step_by(CHUNK) {
+        chunk.locate(job, tile.row, tile.heads.start, first..seen.end.min(first + CHUNK));
         mark_seen(job, tile, &chunk.positions, memory);
-        score(simd, job, tile, &mut chunk, &mut ahead, memory);
+        score(simd, job, tile, order, &mut chunk, memory);
         for (place, kv_head) in tile.heads.clone().enumerate() {
             for row in 0..rows {
                 soften(simd, job, tile, &chunk.positions, kv_head, row, place * rows + row, memory);
             }
         }
-        accumulate(simd, job, tile, &mut chunk, &mut ahead, memory);
-        mem::swap(&mut chunk, &mut next);
+        accumulate(simd, job, tile, order, &mut chunk, memory);
     }
     for (place, kv_head) in tile.heads.clone().enumerate() {
         for row in 0..rows {
@@ -129,38 +167,39 @@ fn score<S: Simd, E: Element>(
     simd: S,
     job: &Job<'_, E>,
     tile: &Tile,
+    order: Order,
     chunk: &mut Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
     memory: &mut Memory,
 ) {
     let rows = memory.seen.len();
-    for first in (0..chunk.len()).step_by(AT_ONCE) {
+    for places in order.turns(chunk.len()) {
         for head in 0..tile.heads.len() {
-            ahead.keys(simd, AT_ONCE);
             chunk.turn_to(job, head);
-            let mut keys = [std::ptr::null(); AT_ONCE];
-            for place in 0..AT_ONCE {
-                keys[place] = chunk.key(first + place);
-            }
-            let mut row = 0;
-            while row < rows {
-                let number = head * rows + row;
-                row += match rows - row {
-                    4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, keys, first, number, memory),
-                    2.. => score_rows::<S, E, 2>(simd, keys, first, number, memory),
-                    _ => score_rows::<S, E, 1>(simd, keys, first, number, memory),
-                };
+            for first in (places.start..places.end).step_by(AT_ONCE * places.step) {
+                let mut keys = [std::ptr::null(); AT_ONCE];
+                for place in 0..AT_ONCE {
+                    keys[place] = chunk.key(first + place * places.step);
+                }
+                let (mut row, at) = (0, Places { start: first, ..places });
+                while row < rows {
+                    let number = head * rows + row;
+                    row += match rows - row {
+                        4.. if S::ROWS >= 4 => score_rows::<S, E, 4>(simd, keys, at, number, memory),
+                        2.. => score_rows::<S, E, 2>(simd, keys, at, number, memory),
+                        _ => score_rows::<S, E, 1>(simd, keys, at, number, memory),
+                    };
+                }
             }
         }
     }
 }
 
-/// Those of M rows, from a number on, and of neighbouring keys, from place `first` of the chunk on.
+/// Those of M rows, from a number on, and of the first few places.
 #[inline(always)]
 fn score_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
     keys: [*const E; AT_ONCE],
-    first: usize,
+    places: Places,
     number: usize,
     memory: &mut Memory,
 ) -> usize {
@@ -195,7 +234,9 @@ fn score_rows<S: Simd, E: Element, const M: usize>(
         }
     }
     for m in 0..M {
-        scores[m * CHUNK + first..][..AT_ONCE].copy_from_slice(&simd.sum_each(products[m]));
+        for (place, sum) in simd.sum_each(products[m]).into_iter().enumerate() {
+            scores[m * CHUNK + places.start + place * places.step] = sum;
+        }
     }
     M
 }
@@ -271,22 +312,20 @@ fn accumulate<S: Simd, E: Element>(
     simd: S,
     job: &Job<'_, E>,
     tile: &Tile,
+    order: Order,
     chunk: &mut Chunk<E>,
-    ahead: &mut Ahead<'_, E>,
     memory: &mut Memory,
 ) {
     let rows = memory.seen.len();
-    for first in (0..chunk.len()).step_by(VALUES) {
-        let values = first..(first + VALUES).min(chunk.len());
+    for places in order.turns(chunk.len()) {
         for head in 0..tile.heads.len() {
             chunk.turn_to(job, head);
-            ahead.values(simd, VALUES);
             let mut row = 0;
             while row < rows {
                 row += match rows - row {
-                    4.. if S::ROWS >= 4 => add_rows::<S, E, 4>(simd, chunk, &values, head * rows, row, memory),
-                    2.. => add_rows::<S, E, 2>(simd, chunk, &values, head * rows, row, memory),
-                    _ => add_rows::<S, E, 1>(simd, chunk, &values, head * rows, row, memory),
+                    4.. if S::ROWS >= 4 => add_rows::<S, E, 4>(simd, chunk, places, head * rows, row, memory),
+                    2.. => add_rows::<S, E, 2>(simd, chunk, places, head * rows, row, memory),
+                    _ => add_rows::<S, E, 1>(simd, chunk, places, head * rows, row, memory),
                 };
             }
         }
@@ -299,42 +338,42 @@ fn accumulate<S: Simd, E: Element>(
 fn add_rows<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    values: &Range<usize>,
+    places: Places,
     first_row: usize,
     row: usize,
     memory: &mut Memory,
 ) -> usize {
-    let (mut start, mut stop) = (values.start, values.end);
+    let (mut start, mut stop) = (0, CHUNK);
     for m in 0..M {
         start = start.max(memory.seen[row + m].start);
         stop = stop.min(memory.seen[row + m].end);
     }
-    let together = start < stop;
-    if together {
-        add_weighted::<S, E, M>(simd, chunk, start..stop, first_row + row, memory);
+    let together = places.within(&(start..stop));
+    if !together.is_empty() {
+        add_weighted::<S, E, M>(simd, chunk, together, first_row + row, memory);
     }
-    if M == 1 || (together && stop - start == values.len()) {
+    if M == 1 || (start <= places.start && stop >= places.end) {
         return M;
     }
     for m in 0..M {
-        let seen = &memory.seen[row + m];
-        let seen = seen.start.max(values.start)..seen.end.min(values.end);
-        let parts = if together { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
+        let seen = memory.seen[row + m].clone();
+        let parts = if start < stop { [seen.start..start, stop..seen.end] } else { [seen, 0..0] };
         for part in parts {
-            if !part.is_empty() {
-                add_weighted::<S, E, 1>(simd, chunk, part, first_row + row + m, memory);
+            let alone = places.within(&part);
+            if !alone.is_empty() {
+                add_weighted::<S, E, 1>(simd, chunk, alone, first_row + row + m, memory);
             }
         }
     }
     M
 }
 
-/// Adds the weighted V of the keys in `range` to the sums of M rows, from a number on.
+/// Adds the weighted V of some places to the sums of M rows, from a number on.
 #[inline(always)]
 fn add_weighted<S: Simd, E: Element, const M: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    range: Range<usize>,
+    places: Places,
     number: usize,
     memory: &mut Memory,
 ) {
@@ -343,11 +382,11 @@ fn add_weighted<S: Simd, E: Element, const M: usize>(
     let sums = &mut memory.sums[number * width..][..M * width];
     let mut d = 0;
     while d + 4 * S::LANES <= dim {
-        add_columns::<S, E, M, 4>(simd, chunk, range.clone(), weights, sums, width, d..dim);
+        add_columns::<S, E, M, 4>(simd, chunk, places, weights, sums, width, d..dim);
         d += 4 * S::LANES;
     }
     while d < dim {
-        add_columns::<S, E, M, 1>(simd, chunk, range.clone(), weights, sums, width, d..dim);
+        add_columns::<S, E, M, 1>(simd, chunk, places, weights, sums, width, d..dim);
         d += S::LANES;
     }
 }
@@ -359,7 +398,7 @@ fn add_weighted<S: Simd, E: Element, const M: usize>(
 fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
     simd: S,
     chunk: &Chunk<E>,
-    range: Range<usize>,
+    places: Places,
     weights: &[f32],
     sums: &mut [f32],
     width: usize,
@@ -367,7 +406,9 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
 ) {
     let d = columns.start;
     let whole = columns.len() >= N * S::LANES;
-    assert!((N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && range.end <= CHUNK);
+    assert!(
+        (N == 1 || whole) && sums.len() >= M * width && weights.len() >= M * CHUNK && places.end <= CHUNK
+    );
     assert!(d + N * S::LANES <= width);
     let (sums, weights) = (sums.as_mut_ptr(), weights.as_ptr());
     let mut sum = [[simd.splat(0.0); N]; M];
@@ -377,7 +418,7 @@ fn add_columns<S: Simd, E: Element, const M: usize, const N: usize>(
             sum[m][n] = unsafe { simd.load(sums.add(m * width + d + n * S::LANES)) };
         }
     }
-    for key in range {
+    for key in (places.start..places.end).step_by(places.step) {
         let value = chunk.value(key);
         let mut v = [simd.splat(0.0); N];
         for n in 0..N {
