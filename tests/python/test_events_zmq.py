@@ -223,6 +223,29 @@ def test_a_publisher_that_begins_anew_is_noticed() -> None:
     subscriber.close()
 
 
+def test_a_new_publisher_is_noticed_by_who_knew_the_old_one_by_its_snapshot_alone() -> None:
+    """What it then hears has smaller numbers than what it knows, as duplicates have, but is younger."""
+    pool = kv.BlockPool(16, 2, events=True)
+    with publisher(pool) as one:
+        for first in range(150):
+            compute(pool, [first, 1])
+            one.flush()
+        endpoint, replay_endpoint = one.endpoint, one.replay_endpoint
+        subscriber = Subscriber(endpoint, replay_endpoint)
+        assert [number for number, _ in subscriber.receive()] == [one.stats.batches - 1]
+    heard: list[int] = []
+    with again(lambda: publisher(pool, endpoint=endpoint, replay_endpoint=replay_endpoint)) as two:
+        for first in range(200, 250):  # fewer than there were
+            compute(pool, [first, 1])
+            two.flush()
+            heard += [number for number, _ in subscriber.receive(0.1)]
+            if heard:
+                break
+    assert heard
+    assert heard[0] < 100
+    subscriber.close()
+
+
 # The structs of vllm.distributed.kv_events, version 0.33, as far as they have no default.
 
 

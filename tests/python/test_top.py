@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 
 import tiny_models
 from engine_helpers import make_engine
+from event_router import Router
 from kvfolio.cli.top import NoMetrics, View, fetch, metrics_url, parse
 from kvfolio.metrics import serve
 from kvfolio.serving import Binding, Engine, SamplingParams
@@ -72,6 +73,20 @@ def test_the_engine_says_what_binds(model: PreTrainedModel) -> None:
     assert space.stats().verdict.preemptions == space.stats().preemptions > 0
 
 
+def test_a_step_is_bound_only_while_somebody_waits(model: PreTrainedModel) -> None:
+    """Two of ten steps each, one after the other: the second one waits for the first."""
+    engine = make_engine(model, max_sequences=1)
+    submit(engine, 2, 6, 10)
+    engine.run()
+    load = engine.stats().load
+    assert (load.steps, load.row_bound_steps, load.space_bound_steps, load.budget_bound_steps) == (
+        20,
+        10,
+        0,
+        0,
+    )
+
+
 def test_read_bytes_are_weights_and_the_keys_and_values_of_who_runs(model: PreTrainedModel) -> None:
     """Two steps: of a prompt of 6 tokens, and of one token behind it."""
     engine = make_engine(model)
@@ -98,6 +113,26 @@ def test_times_are_counted_once_an_answer(model: PreTrainedModel) -> None:
     assert first.sum == pytest.approx(sum(a.first_token_at - a.request.submitted_at for a in answers))  # type: ignore[operator]
     assert each.sum == pytest.approx(sum(a.time_per_output_token or 0 for a in answers))
     assert stats.time_to_first_token is not engine.stats().time_to_first_token
+
+
+def test_an_engine_has_events_if_it_is_asked_for_them(model: PreTrainedModel) -> None:
+    engine, router = make_engine(model, events=True), Router()
+    source = engine.pool.events()
+    submit(engine, 3, 13, 8)
+    engine.run()
+    router.apply(source.drain())
+    for seed in range(3):
+        prompt = random_prompt(13, seed=seed)
+        assert router.match(prompt, 4) == engine.pool.match(prompt) == 12
+    with pytest.raises(ValueError, match="made with"):
+        make_engine(model).pool.events()
+
+
+def test_a_bandwidth_is_a_positive_number(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"memory_bandwidth must be above 0 bytes per second, not 0\.0"):
+        make_engine(model, memory_bandwidth=0)
+    with pytest.raises(TypeError, match="memory_bandwidth must be a number, not str"):
+        make_engine(model, memory_bandwidth="fast")
 
 
 @pytest.fixture
