@@ -212,15 +212,16 @@ impl PyBlockPool {
     /// `medium`: what each event says about where its blocks lie. `data_parallel_rank`: of this worker. `array_events`:
     /// events are arrays, as they were before vLLM made them maps, and still are in SGLang. Raises ValueError unless the
     /// pool was made with `events=True`, ConcurrentUse while there is another source.
-    #[pyo3(signature = (*, medium = "GPU".to_owned(), data_parallel_rank = None, array_events = false))]
+    #[pyo3(signature = (*, medium = "GPU", data_parallel_rank = None, array_events = false))]
     fn events(
         &self,
-        medium: String,
+        medium: &str,
         data_parallel_rank: Option<Any<'_, '_>>,
         array_events: bool,
     ) -> Result<PyEventSource> {
         let rank = arguments::optional_count("data_parallel_rank", data_parallel_rank, 0)?.unwrap_or(0);
-        Ok(PyEventSource::new(self.0.events()?, Form { medium, rank: rank as u64, array_events }))
+        let form = Form { medium: medium.to_owned(), rank: rank as u64, array_events };
+        Ok(PyEventSource::new(self.0.events()?, form))
     }
 
     /// Recompute every count from scratch; CorruptPool on any disagreement.
