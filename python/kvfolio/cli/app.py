@@ -339,3 +339,28 @@ def bench(
         json=json,
     )
     raise typer.Exit(run_bench(options))
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Where the figures are: http://host:port of kvfolio.metrics.serve.")
+    ],
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show what happens within one interval, and exit.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once: write it to stdout as JSON.")] = False,
+) -> None:
+    """Watch a running engine, or a pool: what it does, and what binds now.
+
+    Exits with status 1 if nobody answers at the URL, or somebody who has no metrics of kvfolio.
+    """
+    if json and not once:
+        raise typer.BadParameter("--json needs --once")
+    try:
+        from .top import run_top
+    except ImportError as error:
+        typer.echo(f"top needs prometheus_client ({error}): pip install 'kvfolio[cli,metrics]'", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(run_top(url, interval=interval, once=once, as_json=json))

@@ -24,6 +24,8 @@ except ImportError as error:  # pragma: no cover
         "kvfolio.serving needs torch and transformers: pip install 'kvfolio[serving]'"
     ) from error
 
+from kvfolio.verdict import Binding, Load, Verdict, judge
+
 from .beam_search import BeamSearchResult, beam_search
 from .engine import Engine
 from .errors import RequestRefused, UnsupportedModel
@@ -39,6 +41,7 @@ __all__ = [
     "Answer",
     "Beam",
     "BeamSearchResult",
+    "Binding",
     "Comparison",
     "Distribution",
     "Drafter",
@@ -46,12 +49,15 @@ __all__ = [
     "EngineStats",
     "Event",
     "FinishReason",
+    "Load",
     "PromptLookup",
     "Request",
     "RequestFigures",
     "RequestRefused",
     "SamplingParams",
     "UnsupportedModel",
+    "Verdict",
     "beam_search",
     "compare_with_generate",
+    "judge",
 ]

@@ -91,3 +91,13 @@ def check_request(
     if params.n > max_sequences:
         raise RequestRefused(f"{params.n} samples exceed the {max_sequences} sequences that run at once")
     return prompt, max_tokens
+
+
+def check_bandwidth(bandwidth: object) -> float:
+    """Bytes per second; 0 for None."""
+    if bandwidth is None:
+        return 0.0
+    number = _checks.number("memory_bandwidth", bandwidth)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"memory_bandwidth must be above 0 bytes per second, not {number}")
+    return number

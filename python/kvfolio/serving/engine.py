@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 import kvfolio as kv
 from kvfolio import _checks
 
-from .door import check_loop, check_request, check_step, check_tokenizer, longest_sequence
+from .door import check_bandwidth, check_loop, check_request, check_step, check_tokenizer, longest_sequence
 from .figures import EngineStats, Meter
 from .flight import Flight, InThisThread
 from .hf_model import PagedModel
@@ -63,6 +63,8 @@ class Engine:
     another thread between two calls, until `has_work` is False or `with` is left: use it for nothing else.
     `speculation`: guesses how answers go on (see `Drafter`); what was right comes out of one step together.
     It needs the tokens that run_ahead does not wait for, so ValueError for both.
+    `events`: the pool's can be published (see `kvfolio.events`). `memory_bandwidth`: of the model's device,
+    in bytes per second; only for the verdict of `stats`.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         run_ahead: int = 0,
         speculation: Drafter | None = None,
+        events: bool = False,
+        memory_bandwidth: float | None = None,
     ) -> None:
         num_blocks = _checks.integer("num_blocks", num_blocks, 1)
         block_size = _checks.integer("block_size", block_size, 1)
@@ -89,7 +93,7 @@ class Engine:
         self.tokenizer = check_tokenizer(tokenizer)
         self.run_ahead, self.speculation = check_loop(run_ahead, speculation)
         self.model = PagedModel(model)
-        self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
+        self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache, events=events)
         self.max_tokens_per_sequence = longest_sequence(
             max_tokens_per_sequence, self.pool, self.model.max_positions
         )
@@ -105,7 +109,12 @@ class Engine:
         self._undelivered: deque[Event] = deque()
         self._num_submitted = 0
         reservation, _ = kv.block_layout(self.max_tokens_per_sequence, block_size)
-        self._meter = Meter(blocks_per_reservation=reservation)
+        self._meter = Meter(
+            blocks_per_reservation=reservation,
+            token_budget=self.max_tokens_per_step,
+            bytes_read=(self.model.num_bytes, self.model.layout.bytes_per_token),
+            memory_bandwidth=check_bandwidth(memory_bandwidth),
+        )
 
     def __repr__(self) -> str:
         return (
@@ -242,6 +251,8 @@ class Engine:
         rows = self._rows()
         if rows:
             self._fly(drafts, max_tokens=self.max_tokens_per_step, rows=rows)
+            is_cut = len(self._flights[-1].draws) < len(rows)
+            self._meter.launch(blocked=self._schedule.blocked, is_cut=is_cut, now=began)
         if self._flights and (not rows or len(self._flights) > self.run_ahead):
             self._land()
         events = self._deliver()
@@ -435,7 +446,7 @@ class Engine:
         except Exception as error:
             self._fail(answer, error)
             return
-        self._meter.output_tokens += 1
+        self._meter.take(answer)
         self._emit(event)
         if answer.is_finished:
             self._let_go(answer)
@@ -477,8 +488,7 @@ class Engine:
 
     def _let_go(self, answer: Answer) -> None:
         self._schedule.let_go(answer)
-        if answer.request.is_finished:
-            self._meter.finished_requests += 1
+        self._meter.end(answer)
 
     # Odds and ends
 

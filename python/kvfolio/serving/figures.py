@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import kvfolio as kv
+from kvfolio.verdict import Load, Verdict, judge
+
+from .histogram import FIRST_TOKEN, OUTPUT_TOKEN, Histogram
+
+if TYPE_CHECKING:
+    from .request import Answer
+
+WINDOW = 5.0  # a verdict looks back so many seconds, and up to twice as many
 
 
 def mean(values: Sequence[float]) -> float:
@@ -49,6 +59,7 @@ class EngineStats:
     `empty_share`: slots that are held but empty, as a share of all held slots, over all steps.
     `mean_reserved_blocks`, `peak_reserved_blocks`: what the running sequences would have held if each had
     been given contiguous room for the longest sequence allowed.
+    `load` is what the verdict is made of; `verdict` is of the last 5 to 10 seconds in which it was at work.
     """
 
     steps: int
@@ -74,6 +85,10 @@ class EngineStats:
     busy_time: float
     throughput: float
     pool: dict[str, int]  # of BlockPool.stats()
+    time_to_first_token: Histogram  # of each answer, from its submission on
+    time_per_output_token: Histogram  # of each answer that has ended, the mean between two of its tokens
+    load: Load
+    verdict: Verdict
 
 
 @dataclass
@@ -97,17 +112,55 @@ class Meter:
     empty_slots: int = 0
     peak_blocks: int = 0
     peak_reserved_blocks: int = 0
-    # How many blocks a reservation at maximum length is.
-    blocks_per_reservation: int = field(default=0, kw_only=True)
+    space_bound_steps: int = 0  # see kvfolio/verdict.py, as for the next two
+    row_bound_steps: int = 0
+    budget_bound_steps: int = 0
+    read_bytes: int = 0
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
+    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN))
+    blocks_per_reservation: int = field(default=0, kw_only=True)  # at maximum length
+    token_budget: int = field(default=0, kw_only=True)  # of a step
+    bytes_read: tuple[int, int] = field(default=(0, 0), kw_only=True)  # of weights, once; of KV, a token
+    memory_bandwidth: float = field(default=0.0, kw_only=True)
+    _preemptions_before: int = 0
+    _older: Load = field(default_factory=lambda: Load(at=time.perf_counter()))
+    _newer: Load = field(default_factory=lambda: Load(at=time.perf_counter()))
+
+    def launch(self, *, blocked: str | None, is_cut: bool, now: float) -> None:
+        """A step is launched.
+
+        `blocked`: what the oldest who waits has found too few of. `is_cut`: a prompt goes on in a later step.
+        """
+        was_preempted = self.preemptions > self._preemptions_before
+        self._preemptions_before = self.preemptions
+        self.space_bound_steps += was_preempted or blocked == "blocks"
+        self.row_bound_steps += blocked == "rows"
+        self.budget_bound_steps += is_cut
+        if now - self._newer.at >= WINDOW:
+            self._older, self._newer = self._newer, self.load(at=now)
+
+    def take(self, answer: Answer) -> None:
+        """An answer has got a token."""
+        self.output_tokens += 1
+        if len(answer.token_ids) == 1 and answer.first_token_at is not None:
+            self.time_to_first_token.observe(answer.first_token_at - answer.request.submitted_at)
+
+    def end(self, answer: Answer) -> None:
+        """An answer has ended."""
+        self.finished_requests += answer.request.is_finished
+        if answer.time_per_output_token is not None:
+            self.time_per_output_token.observe(answer.time_per_output_token)
 
     def look(self, pool: kv.BlockPool, lengths: Iterable[int]) -> None:
         """A step was committed: sample the pool, and how many tokens of each running sequence have slots.
 
         Call it where no two of them share a partial block.
         """
+        lengths = list(lengths)
         layouts = [kv.block_layout(length, pool.block_size) for length in lengths]
         held, reserved = pool.num_referenced, len(layouts) * self.blocks_per_reservation
         self.steps += 1
+        self.read_bytes += self.bytes_read[0] + self.bytes_read[1] * sum(lengths)
         self.held_blocks += held
         self.reserved_blocks += reserved
         self.empty_slots += sum(empty for _, empty in layouts)
@@ -115,9 +168,29 @@ class Meter:
         self.peak_reserved_blocks = max(self.peak_reserved_blocks, reserved)
         self.peak_running = max(self.peak_running, len(layouts))
 
+    def load(self, *, at: float, running: int = 0, waiting: int = 0) -> Load:
+        """What a verdict is made of, as it is now."""
+        return Load(
+            at=at,
+            steps=self.steps,
+            busy_time=self.busy_time,
+            computed_tokens=self.computed_tokens,
+            output_tokens=self.output_tokens,
+            preemptions=self.preemptions,
+            space_bound_steps=self.space_bound_steps,
+            row_bound_steps=self.row_bound_steps,
+            budget_bound_steps=self.budget_bound_steps,
+            read_bytes=self.read_bytes,
+            running=running,
+            waiting=waiting,
+            token_budget=self.token_budget,
+            memory_bandwidth=self.memory_bandwidth,
+        )
+
     def read(self, pool: kv.BlockPool, *, running: int, waiting: int) -> EngineStats:
         """The counters as they are, with the means and shares that follow from them."""
         looks = max(self.steps, 1)
+        load = self.load(at=time.perf_counter(), running=running, waiting=waiting)
         held_slots = max(self.held_blocks * pool.block_size, 1)
         return EngineStats(
             steps=self.steps,
@@ -143,6 +216,10 @@ class Meter:
             busy_time=self.busy_time,
             throughput=self.output_tokens / self.busy_time if self.busy_time else 0.0,
             pool=dict(pool.stats()),
+            time_to_first_token=self.time_to_first_token.copy(),
+            time_per_output_token=self.time_per_output_token.copy(),
+            load=load,
+            verdict=judge(self._older, load),
         )
 
 

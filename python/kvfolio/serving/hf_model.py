@@ -93,6 +93,11 @@ class KVLayout:
     device: torch.device
     sliding_window: int | None  # the widest of all layers; None: some layer sees everything
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
 
 class PagedModel:
     """A causal LM that computes plans.
@@ -126,6 +131,11 @@ class PagedModel:
             if ids is not None:
                 return frozenset([ids] if isinstance(ids, int) else ids)
         return frozenset()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property
     def vocabulary_size(self) -> int:

@@ -70,6 +70,7 @@ class Schedule:
         self.reserve_blocks = reserve_blocks
         self.waiting: deque[Work] = deque()
         self.running: list[Work] = []
+        self.blocked: str | None = None  # what the oldest found too few of: blocks, rows
         self._works: dict[Answer, Work] = {}
 
     def __contains__(self, answer: Answer) -> bool:
@@ -96,11 +97,16 @@ class Schedule:
         pool = self.batch.pool
         promised = sum(pool.blocks_needed(work.sequence) for work in self.running)
         rows = sum(1 + len(work.to_fork) for work in self.running)
+        self.blocked = None
         while self.waiting:
             work = self.waiting[0]
             needed, rows_needed = pool.blocks_needed(work.sequence), 1 + len(work.to_fork)
             reserve = self.reserve_blocks if self.running else 0
-            if promised + needed + reserve > pool.num_free or rows + rows_needed > self.batch.max_sequences:
+            if promised + needed + reserve > pool.num_free:
+                self.blocked = "blocks"
+                break
+            if rows + rows_needed > self.batch.max_sequences:
+                self.blocked = "rows"
                 break
             self.waiting.popleft()
             self.start(work)

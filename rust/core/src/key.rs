@@ -21,7 +21,7 @@ use crate::context::{Context, Extra};
 const VERSION: &[u8] = b"kvfolio\x01";
 
 /// What a full block holds, its whole past included: equal keys are equal contents.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Key([u8; 32]);
 
@@ -187,6 +187,11 @@ pub(crate) struct KeyChain {
 impl KeyChain {
     pub(crate) fn new(context: &Context, block_size: usize) -> Self {
         Self { root: root_key(context, block_size), keys: Vec::new() }
+    }
+
+    /// The parent of the first block.
+    pub(crate) fn root(&self) -> Key {
+        self.root
     }
 
     pub(crate) fn keys(&self) -> &[Key] {

@@ -44,6 +44,8 @@ pub use error::{Error, Result};
 pub use ids::{BlockId, MAX_BLOCKS, UNKNOWN_TOKEN, block_layout};
 pub use key::Key;
 pub use plan::{Csr, OutTable, Plan, PlanArrays, TableMemory};
-pub use pool::{BlockPool, EvictionPolicy, PoolOptions, Stats};
+pub use pool::{
+    BlockPool, Event, EventSource, EvictionAges, EvictionPolicy, PoolOptions, Stats, StoredBlock,
+};
 pub use sequence::{NewTokens, Sequence};
 pub use table::BlockTable;

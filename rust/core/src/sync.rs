@@ -7,7 +7,9 @@ pub(crate) use imp::*;
 mod imp {
     pub(crate) use std::{
         hint::spin_loop,
-        sync::atomic::{AtomicBool, AtomicIsize, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+        sync::atomic::{
+            AtomicBool, AtomicIsize, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+        },
     };
 
     pub(crate) use parking_lot::{Mutex, MutexGuard};
@@ -18,7 +20,9 @@ mod imp {
     pub(crate) use loom::{
         sync::{
             MutexGuard,
-            atomic::{AtomicBool, AtomicIsize, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+            atomic::{
+                AtomicBool, AtomicIsize, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+            },
         },
         thread::yield_now as spin_loop, // a model ends only if who waits lets others go on
     };
@@ -168,6 +172,27 @@ mod imp {
             failed: Ordering,
         ) -> Result<u64, u64> {
             self.compare_exchange(old, new, order, failed)
+        }
+    }
+
+    #[derive(Default, Debug)]
+    pub(crate) struct AtomicPtr<T>(atomic::AtomicPtr<T>);
+
+    impl<T> AtomicPtr<T> {
+        pub(crate) const fn new(value: *mut T) -> Self {
+            Self(atomic::AtomicPtr::new(value))
+        }
+
+        #[track_caller]
+        pub(crate) fn load(&self, order: Ordering) -> *mut T {
+            point();
+            self.0.load(order)
+        }
+
+        #[track_caller]
+        pub(crate) fn swap(&self, value: *mut T, order: Ordering) -> *mut T {
+            point();
+            self.0.swap(value, order)
         }
     }
 

@@ -13,6 +13,8 @@ mod arrays;
 mod batch;
 mod context;
 mod errors;
+mod event_wire;
+mod events;
 mod kernels;
 mod plan;
 mod plan_buffers;
@@ -41,6 +43,7 @@ mod _native {
         batch::PyBatch,
         block_layout,
         context::PyContext,
+        events::PyEventSource,
         kernels::{
             attend, copy_blocks, cpu_capabilities, get_num_threads, read_memory, set_num_threads,
             use_open_mp, write_kv,

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use kvfolio::{BlockId, BlockPool, Context, Error, EvictionPolicy, PoolOptions};
+use kvfolio::{BlockId, BlockPool, Context, Error, EvictionAges, EvictionPolicy, PoolOptions};
 use numpy::PyArray1;
 use pyo3::{
     exceptions::PyTypeError,
@@ -15,6 +15,8 @@ use crate::{
     arrays,
     context::PyContext,
     errors::Result,
+    event_wire::Form,
+    events::PyEventSource,
     sequence::PySequence,
     table::PyBlockTable,
 };
@@ -25,7 +27,7 @@ use crate::{
 /// block 0 is the null block. Without `prefix_cache` nothing is ever found. `eviction`, one of EVICTION_POLICIES, says which
 /// idle block gives way when a block is wanted and none is blank: "lru" the least recently released one, of one release
 /// the deepest; "adaptive" the same of those that were never hit, or of those that were, whichever have more than a share
-/// that adapts. Calls may come from any thread.
+/// that adapts. With `events` what is found can be followed. Calls may come from any thread.
 ///
 /// Raises ValueError or TypeError for what is not allowed.
 #[pyclass(name = "BlockPool", module = "kvfolio", frozen, weakref)]
@@ -64,16 +66,17 @@ fn context_or_default(context: Option<Any<'_, '_>>) -> PyResult<Context> {
 #[pymethods]
 impl PyBlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true, eviction = "lru"))]
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_cache = true, eviction = "lru", events = false))]
     fn new(
         num_blocks: Any<'_, '_>,
         block_size: Any<'_, '_>,
         prefix_cache: bool,
         eviction: &str,
+        events: bool,
     ) -> Result<Self> {
         let num_blocks = arguments::count("num_blocks", num_blocks, 1)?;
         let block_size = arguments::count("block_size", block_size, 1)?;
-        let options = PoolOptions { prefix_cache, eviction: eviction.parse()? };
+        let options = PoolOptions { prefix_cache, eviction: eviction.parse()?, events };
         Ok(Self(BlockPool::with_options(num_blocks, block_size, &options)?))
     }
 
@@ -192,13 +195,42 @@ impl PyBlockPool {
         self.0.reset_prefix_cache()
     }
 
-    /// Counters since the pool was made: allocations, evictions, hit_tokens, queried_tokens, copies, merges, refusals.
+    /// Counters since the pool was made: allocations, evictions, hit_tokens, queried_tokens, copies, merges, refusals,
+    /// and of these refusals_quarantined (plans in flight had the blocks) and refusals_never_fit (the pool is too small).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = PyDict::new(py);
         for (name, value) in self.0.stats().entries() {
             stats.set_item(name, value)?;
         }
         Ok(stats)
+    }
+
+    /// How long evicted blocks had lain idle: bounds in seconds, how many blocks lay up to each, but longer than up to the
+    /// one before, and the seconds of all together.
+    ///
+    /// Of a clock that is right to 4 ms.
+    fn eviction_ages(&self) -> (Vec<f64>, Vec<u64>, f64) {
+        let ages = self.0.eviction_ages();
+        let seconds = |milliseconds: u64| milliseconds as f64 / 1000.0;
+        let bounds = (0..ages.counts.len()).map(|bucket| seconds(EvictionAges::bound(bucket)));
+        (bounds.collect(), ages.counts.to_vec(), seconds(ages.sum))
+    }
+
+    /// An EventSource: what changes in the prefix cache, in the wire format that vLLM publishes.
+    ///
+    /// `medium`: what each event says about where its blocks lie. `data_parallel_rank`: of this worker. `array_events`:
+    /// events are arrays, as they were before vLLM made them maps, and still are in SGLang. Raises ValueError unless the
+    /// pool was made with `events=True`, ConcurrentUse while there is another source.
+    #[pyo3(signature = (*, medium = "GPU", data_parallel_rank = None, array_events = false))]
+    fn events(
+        &self,
+        medium: &str,
+        data_parallel_rank: Option<Any<'_, '_>>,
+        array_events: bool,
+    ) -> Result<PyEventSource> {
+        let rank = arguments::optional_count("data_parallel_rank", data_parallel_rank, 0)?.unwrap_or(0);
+        let form = Form { medium: medium.to_owned(), rank: rank as u64, array_events };
+        Ok(PyEventSource::new(self.0.events()?, form))
     }
 
     /// Recompute every count from scratch; CorruptPool on any disagreement.

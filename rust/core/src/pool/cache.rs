@@ -4,11 +4,12 @@
 //! compare-and-swap on the block's word. What a block holds is part of what is compared: after the claim it is
 //! looked at once more, and while the claim lasts it cannot change.
 
-use std::{hint::black_box, ops::Range};
+use std::{hint::black_box, ops::Range, sync::Arc};
 
 use super::{
     Shared,
     blank::Giving,
+    events::Note,
     eviction::Dropped,
     index::Hash,
     references::overflow,
@@ -85,6 +86,9 @@ impl Shared {
             self.touch_history([*hash]);
             black_box(self.words[block.index()].load());
             self.contents.touch(*block);
+            if let Some(events) = &self.events {
+                events.touch(*block);
+            }
         }
     }
 
@@ -257,11 +261,24 @@ impl Shared {
     ///
     /// Of equal blocks that are published by calls which overlap, both may be in the index; the one that
     /// look-ups do not come upon gives way in its turn.
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) fn publish(
         &self,
         blocks: &[BlockId],
         keys: &[Key],
         epoch: u64,
+        merge: bool,
+    ) -> Vec<(usize, BlockId)> {
+        self.publish_noted(blocks, keys, epoch, None, merge)
+    }
+
+    /// The same; `note` describes a part of the blocks for who follows what is found.
+    pub(crate) fn publish_noted(
+        &self,
+        blocks: &[BlockId],
+        keys: &[Key],
+        epoch: u64,
+        note: Option<&dyn Fn(Range<usize>) -> Note>,
         merge: bool,
     ) -> Vec<(usize, BlockId)> {
         let mut merged = Vec::new();
@@ -272,7 +289,9 @@ impl Shared {
         for (batch, keys) in keys.chunks(LOOK_AHEAD).enumerate() {
             self.touch(keys);
             self.touch_history(keys.iter().map(|key| self.index.hash(key)));
-            for (key, index) in keys.iter().zip(batch * LOOK_AHEAD..) {
+            let first = batch * LOOK_AHEAD;
+            let mut noted = None;
+            for (key, index) in keys.iter().zip(first..) {
                 let block = blocks[index];
                 if block.is_null() || self.words[block.index()].load().is_published() {
                     continue;
@@ -285,7 +304,14 @@ impl Shared {
                 match equal {
                     Hit::Held(equal) => merged.push((index, equal)),
                     Hit::Refused => {}
-                    Hit::Absent => self.publish_as(block, key, epoch),
+                    Hit::Absent => {
+                        if let (Some(events), Some(note)) = (&self.events, note) {
+                            let note = || Arc::new(note(first..first + keys.len()));
+                            events.put(block, noted.get_or_insert_with(note));
+                        }
+                        self.publish_as(block, key, epoch);
+                        self.mark(block);
+                    }
                 }
             }
         }
@@ -310,6 +336,7 @@ impl Shared {
     pub(super) fn unpublish(&self, block: BlockId) {
         if self.words[block.index()].unpublish() {
             self.index.remove(self.index.hash(&self.contents.key(block)), block);
+            self.mark(block);
         }
     }
 
@@ -326,6 +353,7 @@ impl Shared {
             }
             if word.unpublish_if(now) {
                 self.index.remove(self.index.hash(&self.contents.key(block)), block);
+                self.mark(block);
                 return Opening::Unpublished;
             }
         }
@@ -336,6 +364,7 @@ impl Shared {
         let key = self.contents.key(block);
         if epoch == self.epoch() && self.find(&key, epoch).is_none() {
             self.publish_as(block, &key, epoch);
+            self.mark(block); // the note that was left about it still says what it holds
         }
     }
 

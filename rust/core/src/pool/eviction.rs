@@ -75,6 +75,7 @@ impl Shared {
         blank: &mut Giving<'_>,
         dropped: &mut Dropped,
     ) {
+        self.ages.begin(leaving.blocks());
         if let Some(adaptive) = &self.adaptive {
             let mut segments = [Leaving::new(), Leaving::new()];
             for block in leaving.blocks() {
@@ -213,6 +214,7 @@ impl Shared {
             }
             for (hash, block) in hashes.iter().zip(blocks) {
                 self.index.remove(*hash, *block);
+                self.mark(*block);
             }
         }
     }
@@ -263,6 +265,7 @@ impl Shared {
             }
             position = log.after(position, 1);
         }
+        self.ages.end(&taken[start..]);
         log.pass(position);
         self.forget(&taken[start..], log.segment());
         self.counters.evictions.add(taken.len() - start);

@@ -2,14 +2,16 @@
 //!
 //! [`word`] holds each block's state, and decides every race by one compare-and-swap. [`blank`] has the blocks
 //! without content, [`log`] the order in which those with content give way ([`eviction`], [`adaptive`]), [`index`] and
-//! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back. Nothing here waits for
-//! another thread; `docs/memory-ordering.md` argues why that is right.
+//! [`contents`] what can be found ([`cache`]); [`references`] takes and gives back; [`events`] notes for others what
+//! changes in the cache. Nothing here waits for another thread; `docs/memory-ordering.md` argues why that is right.
 
 mod adaptive;
+mod ages;
 mod audit;
 mod blank;
 mod cache;
 mod contents;
+pub(crate) mod events;
 mod eviction;
 mod ghosts;
 mod index;
@@ -24,22 +26,29 @@ mod rules;
 #[cfg(all(test, schedules))]
 mod schedules;
 mod stats;
+mod told;
+mod tree;
 mod word;
 
 use std::sync::Arc;
 
 use self::{
     adaptive::Adaptive,
+    ages::Ages,
     blank::BlankBlocks,
     contents::Contents,
+    events::Recorder,
     index::Index,
     log::{Log, Places, Segment},
     stats::Counters,
     word::{BlockWord, Claim},
 };
+pub use ages::EvictionAges;
 pub(crate) use cache::{Described, Opening};
+pub use events::StoredBlock;
 pub use options::{EvictionPolicy, PoolOptions};
 pub use stats::Stats;
+pub use told::{Event, EventSource};
 
 use crate::{
     context::Context,
@@ -78,6 +87,8 @@ pub(crate) struct Shared {
     pub(crate) table_references: AtomicUsize,
     plan_holds: AtomicUsize,
     pub(crate) counters: Counters,
+    ages: Ages,
+    events: Option<Box<Recorder>>,
 }
 
 /// On a cache line of its own: every call of every thread changes it.
@@ -89,16 +100,18 @@ const BYTES_PER_BLOCK: usize = size_of::<BlockWord>()
     + Log::BYTES_PER_BLOCK
     + Places::BYTES_PER_BLOCK
     + Index::BYTES_PER_BLOCK
-    + Contents::BYTES_PER_BLOCK;
+    + Contents::BYTES_PER_BLOCK
+    + Ages::BYTES_PER_BLOCK;
 
 /// Ask for all the memory at once and give it back, so that a size which is out of the question is an error
 /// instead of the end of the process.
-fn check_memory(num_blocks: usize, eviction: EvictionPolicy) -> Result<()> {
-    let of_policy = match eviction {
+fn check_memory(num_blocks: usize, options: PoolOptions) -> Result<()> {
+    let of_policy = match options.eviction {
         EvictionPolicy::Lru => 0,
         EvictionPolicy::Adaptive => Adaptive::BYTES_PER_BLOCK,
     };
-    let bytes = num_blocks * (BYTES_PER_BLOCK + of_policy);
+    let of_events = if options.events { Recorder::BYTES_PER_BLOCK } else { 0 };
+    let bytes = num_blocks * (BYTES_PER_BLOCK + of_policy + of_events);
     let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
     if refused { Err(Error::OutOfMemory { name: "num_blocks", came: num_blocks, bytes }) } else { Ok(()) }
 }
@@ -111,10 +124,10 @@ impl BlockPool {
 
     /// The same, with all that can be chosen.
     pub fn with_options(num_blocks: usize, block_size: usize, options: &PoolOptions) -> Result<Self> {
-        let PoolOptions { prefix_cache, eviction } = *options;
+        let PoolOptions { prefix_cache, eviction, events } = *options;
         check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)?;
         check_range("block_size", block_size, 1, u32::MAX as usize)?;
-        check_memory(num_blocks, eviction)?;
+        check_memory(num_blocks, *options)?;
         Ok(Self(Arc::new(Shared {
             num_blocks,
             block_size,
@@ -135,6 +148,8 @@ impl BlockPool {
             table_references: AtomicUsize::new(0),
             plan_holds: AtomicUsize::new(0),
             counters: Counters::default(),
+            ages: Ages::new(num_blocks),
+            events: events.then(|| Box::new(Recorder::new(num_blocks))),
         })))
     }
 
@@ -251,6 +266,11 @@ impl BlockPool {
         self.0.counters.snapshot()
     }
 
+    /// How long evicted blocks had lain idle.
+    pub fn eviction_ages(&self) -> EvictionAges {
+        self.0.ages.snapshot()
+    }
+
     /// Recompute every count from scratch; `CorruptPool` on any disagreement. Exact while no other thread is
     /// at work.
     pub fn audit(&self) -> Result<()> {
@@ -307,6 +327,7 @@ impl Shared {
             + self.adaptive.as_ref().map_or(0, Adaptive::bytes)
             + self.index.bytes()
             + self.contents.bytes()
+            + self.ages.bytes()
     }
 
     /// Whether anybody besides one user refers to a block or holds it.
@@ -319,7 +340,13 @@ impl Shared {
     }
 
     pub(crate) fn out_of_blocks(&self, needed: usize, ever_fits: bool) -> Error {
+        let (free, quarantined) = (self.num_free(), self.num_quarantined());
         self.counters.refusals.add(1);
-        Error::OutOfBlocks { needed, free: self.num_free(), quarantined: self.num_quarantined(), ever_fits }
+        if !ever_fits {
+            self.counters.refusals_never_fit.add(1);
+        } else if needed <= free + quarantined {
+            self.counters.refusals_quarantined.add(1);
+        }
+        Error::OutOfBlocks { needed, free, quarantined, ever_fits }
     }
 }

@@ -7,6 +7,7 @@
 
 mod adaptive;
 mod cache;
+mod events;
 mod eviction;
 mod orderings;
 

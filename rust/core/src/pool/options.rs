@@ -54,11 +54,13 @@ pub struct PoolOptions {
     pub prefix_cache: bool,
     /// Which idle block gives way first.
     pub eviction: EvictionPolicy,
+    /// Whether what can be found is noted for a follower: see [`BlockPool::events`](super::BlockPool::events).
+    pub events: bool,
 }
 
 impl Default for PoolOptions {
     fn default() -> Self {
-        Self { prefix_cache: true, eviction: EvictionPolicy::default() }
+        Self { prefix_cache: true, eviction: EvictionPolicy::default(), events: false }
     }
 }
 

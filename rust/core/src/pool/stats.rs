@@ -43,6 +43,10 @@ counters! {
     merges,
     /// Calls refused for want of free blocks.
     refusals,
+    /// Of these, those that the end of plans in flight would have let through.
+    refusals_quarantined,
+    /// Of these, those that the whole pool would be too small for.
+    refusals_never_fit,
 }
 
 /// Relaxed throughout: a counter orders nothing.

@@ -4,6 +4,7 @@
 //! step of the batch takes one lock and not one a row; a call on the handle then goes through the batch.
 //! A call only tries these locks: whoever finds one taken is the second thread, and is told so.
 
+mod notes;
 mod state;
 mod steps;
 

@@ -3,6 +3,8 @@
 use std::{
     collections::{HashSet, VecDeque},
     hint::black_box,
+    ops::Range,
+    sync::Arc,
 };
 
 use crate::{
@@ -10,7 +12,10 @@ use crate::{
     error::{Error, Result, check_range},
     ids::{BlockId, UNKNOWN_TOKEN},
     key::KeyChain,
-    pool::{BlockPool, Described, Opening, Shared},
+    pool::{
+        BlockPool, Described, Opening, Shared,
+        events::{Note, Origin},
+    },
     sequence::steps::Steps,
     table::Table,
 };
@@ -33,6 +38,8 @@ pub(crate) struct History {
     pub(super) num_published: usize,
     /// Of the pool, when the first token was planned or found.
     pub(super) epoch: u64,
+    /// For who follows what the pool has; none if nobody does, or there is nothing to say.
+    pub(super) origin: Option<Arc<Origin>>,
 }
 
 pub(crate) struct SequenceState {
@@ -53,17 +60,20 @@ impl SequenceState {
         write_cache: bool,
     ) -> Self {
         let shared = pool.shared();
+        let chain = KeyChain::new(context, shared.block_size);
+        let origin = Origin::new(context, chain.root()).filter(|_| shared.has_events());
         let history = History {
             tokens: tokens.to_vec(),
             unknown: VecDeque::new(),
             extras: context.extras().to_vec(),
-            chain: KeyChain::new(context, shared.block_size),
+            chain,
             read_cache,
             write_cache,
             num_computed: 0,
             num_cached: 0,
             num_published: 0,
             epoch: shared.epoch(),
+            origin,
         };
         Self { serial: shared.next_serial(), history, table: Table::new(pool), steps: Steps::default() }
     }
@@ -370,14 +380,19 @@ impl SequenceState {
     /// already, the sequence goes over to that one, and its own comes free.
     pub(crate) fn publish_full_blocks(&mut self) {
         let ready = self.describe_full_blocks(self.history.num_computed);
-        let history = &mut self.history;
-        let first = std::mem::replace(&mut history.num_published, ready);
+        let first = std::mem::replace(&mut self.history.num_published, ready);
         if ready == first {
             return;
         }
         let shared = self.table.pool().shared();
-        let (own, keys) = (&self.table.blocks()[first..ready], &history.chain.keys()[first..ready]);
-        let merged = shared.publish(own, keys, history.epoch, history.read_cache);
+        let (history, blocks) = (&self.history, self.table.blocks());
+        let (own, keys) = (&blocks[first..ready], &history.chain.keys()[first..ready]);
+        let note = |part: Range<usize>| {
+            let range = first + part.start..first + part.end;
+            history.note(blocks, range, shared.block_size)
+        };
+        let note = shared.has_events().then_some(&note as &dyn Fn(Range<usize>) -> Note);
+        let merged = shared.publish_noted(own, keys, history.epoch, note, history.read_cache);
         shared.counters.merges.add(merged.len());
         for (index, block) in merged {
             self.table.replace(first + index, block);
