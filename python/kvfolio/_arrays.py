@@ -13,7 +13,7 @@ import mmap
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,29 @@ def kernel_view(argument: str, value: Array, dtype: str, ndim: int) -> NDArray[A
     return value.view(np.uint16) if dtype == "bfloat16" else np.asarray(value)
 
 
+class TensorMemory(NamedTuple):
+    """Where a tensor's elements lie, for kernels. To make numpy's view of it takes four times as long."""
+
+    tensor: Any  # whose memory it is: kept as long as this
+    address: int
+    shape: Sequence[int]
+    strides: Sequence[int]  # in elements
+
+
+def token_view(argument: str, value: Array, dtype: str) -> NDArray[Any] | TensorMemory:
+    """A step's q, k or v, ``[tokens, heads, head_dim]``, as `kernel_view`, if need be of a copy."""
+    if not is_tensor(value):
+        return with_adjacent_rows(kernel_view(argument, value, dtype, 3))
+    if _plain_name(value.dtype) != dtype or value.ndim != 3 or not _is_plain(value):
+        kernel_view(argument, value, dtype, 3)  # says what is wrong
+        value = value.detach()
+    strides = value.stride()
+    if strides[2] != 1:
+        value = value.contiguous()
+        strides = value.stride()
+    return TensorMemory(value, value.data_ptr(), value.shape, strides)
+
+
 def with_adjacent_rows(view: NDArray[Any]) -> NDArray[Any]:
     """The array itself, or a copy where its last dimension is not contiguous or elements are not aligned."""
     flags = view.flags
@@ -89,14 +112,13 @@ def with_adjacent_rows(view: NDArray[Any]) -> NDArray[Any]:
     return view if adjacent and whole and flags.aligned else np.ascontiguousarray(view)
 
 
-def empty_like(value: Array, dtype: str) -> tuple[Array, NDArray[Any]]:
-    """A new dense array of the same kind and shape, and of the storage type, and the kernels' view of it."""
+def empty_like(value: Array, dtype: str) -> tuple[Array, NDArray[Any] | TensorMemory]:
+    """A new dense array of the same kind and shape, and of the storage type, and what kernels know it by."""
     if not is_tensor(value):
         out = np.empty(value.shape, value.dtype)
         return out, out.view(np.uint16) if dtype == "bfloat16" else out
-    view: NDArray[Any] = np.empty(value.shape, _SPELLINGS.get(dtype, dtype))
-    out = sys.modules["torch"].from_numpy(view)
-    return out.view(value.dtype) if dtype == "bfloat16" else out, view
+    out = value.new_empty(value.shape)
+    return out, TensorMemory(out, out.data_ptr(), out.shape, out.stride())
 
 
 def empty_float32(shape: Sequence[int], like: Array) -> tuple[Array, NDArray[np.float32]]:
@@ -184,6 +206,11 @@ def _tensor_as_numpy(argument: str, tensor: Any, *, bits: bool) -> NDArray[Any]:
         tensor = tensor.detach()
     array: NDArray[Any] = (tensor.view(torch.uint16) if bits else tensor).numpy()
     return array
+
+
+def _is_plain(tensor: Any) -> bool:
+    strided = sys.modules["torch"].strided
+    return bool(tensor.is_cpu and tensor.layout == strided and not (tensor.requires_grad or tensor.is_neg()))
 
 
 def _check_cpu(argument: str, tensor: Any) -> None:

@@ -38,12 +38,16 @@ __version__: Final[str]
 EVICTION_POLICIES: Final[tuple[str, ...]]
 
 def block_layout(num_tokens: SupportsIndex, block_size: SupportsIndex) -> tuple[int, int]: ...
+
+# Owner, address, shape, strides in elements.
+_TensorMemory: TypeAlias = tuple[Any, int, SequenceOf[int], SequenceOf[int]]
+
 def attend(
     dtype: str,
-    q: NDArray[Any],
+    q: NDArray[Any] | _TensorMemory,
     keys: NDArray[Any],
     values: NDArray[Any],
-    out: NDArray[Any],
+    out: NDArray[Any] | _TensorMemory,
     lse: NDArray[np.float32] | None,
     block_table: NDArray[np.int32],
     seq_lens: NDArray[np.int32],
@@ -58,8 +62,8 @@ def attend(
 ) -> None: ...
 def write_kv(
     dtype: str,
-    k: NDArray[Any],
-    v: NDArray[Any],
+    k: NDArray[Any] | _TensorMemory,
+    v: NDArray[Any] | _TensorMemory,
     keys: NDArray[Any],
     values: NDArray[Any],
     slot_mapping: NDArray[np.int64],

@@ -419,7 +419,7 @@ class KVCache:
         self._check_plan(plan)
         view: Any
         if self._storage is None:
-            view = _arrays.with_adjacent_rows(_arrays.kernel_view(argument, value, self._dtype, 3))
+            view = _arrays.token_view(argument, value, self._dtype)
         else:
             view = self._storage.view(argument, value, 3)
         num_tokens = plan.num_tokens

@@ -74,18 +74,14 @@ def workspace_bytes(
     return work_list(few) + work_list(many) + aligned(partial_rows * head_dim * 4) + aligned(partial_rows * 4)
 
 
-def _view(name: str, tensor: Tensor, dtype: str, ndim: int) -> Any:
-    return _arrays.kernel_view(name, tensor, dtype, ndim)
-
-
 def _append_cpu(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
     dtype = _arrays.stored_dtype("keys", keys)
     _native.write_kv(
         dtype,
-        _arrays.with_adjacent_rows(_view("k", k, dtype, 3)),
-        _arrays.with_adjacent_rows(_view("v", v, dtype, 3)),
-        _view("keys", keys, dtype, 4),
-        _view("values", values, dtype, 4),
+        _arrays.token_view("k", k, dtype),
+        _arrays.token_view("v", v, dtype),
+        _arrays.kernel_view("keys", keys, dtype, 4),
+        _arrays.kernel_view("values", values, dtype, 4),
         np.ascontiguousarray(slot_mapping.numpy()),
         max_threads=_arrays.max_threads(k),
     )
@@ -93,7 +89,7 @@ def _append_cpu(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping
 
 def _copy_blocks_cpu(storage: list[Tensor], pairs: Tensor) -> None:
     dtype = _arrays.stored_dtype("storage", storage[0])
-    views = [_view(f"storage[{i}]", part, dtype, 4) for i, part in enumerate(storage)]
+    views = [_arrays.kernel_view(f"storage[{i}]", part, dtype, 4) for i, part in enumerate(storage)]
     moved = pairs[pairs[:, 0] != pairs[:, 1]]
     _native.copy_blocks(dtype, views, np.ascontiguousarray(moved.numpy()))
 
@@ -128,10 +124,10 @@ def _attend_cpu(
     dtype = _arrays.stored_dtype("keys", keys)
     _native.attend(
         dtype,
-        _arrays.with_adjacent_rows(_view("q", q, dtype, 3)),
-        _view("keys", keys, dtype, 4),
-        _view("values", values, dtype, 4),
-        _view("out", out, dtype, 3),
+        _arrays.token_view("q", q, dtype),
+        _arrays.kernel_view("keys", keys, dtype, 4),
+        _arrays.kernel_view("values", values, dtype, 4),
+        _arrays.kernel_view("out", out, dtype, 3),
         None if lse is None else lse.numpy(),
         block_table.numpy(),
         np.ascontiguousarray(seq_lens.numpy()),

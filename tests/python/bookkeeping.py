@@ -52,9 +52,9 @@ def counts(pool):
 
 
 def picture(pool, *objects):
-    """All that can be seen of a pool and of what lives in it, but for the counter of refusals."""
+    """All that can be seen of a pool and of what lives in it, but for the counters of refusals."""
     pool.audit()
-    stats = {name: value for name, value in pool.stats().items() if name != "refusals"}
+    stats = {name: value for name, value in pool.stats().items() if not name.startswith("refusals")}
     references = [pool.ref_count(block) for block in range(1, pool.num_blocks + 1)]
     return counts(pool), stats, references, [_visible(thing) for thing in objects]
 

@@ -72,6 +72,13 @@ CALLS = {
     "BlockPool.num_blocks": number(3, lambda w, x: kv.BlockPool(x, 4), at_least=1),
     "BlockPool.block_size": number(4, lambda w, x: kv.BlockPool(3, x), at_least=1),
     "BlockPool.prefix_cache": flag(lambda w, x: kv.BlockPool(3, 4, prefix_cache=x)),
+    "BlockPool.events": flag(lambda w, x: kv.BlockPool(3, 4, events=x)),
+    "BlockPool.events.array_events": flag(
+        lambda w, x: kv.BlockPool(3, 4, events=True).events(array_events=x)
+    ),
+    "BlockPool.events.data_parallel_rank": number(
+        0, lambda w, x: kv.BlockPool(3, 4, events=True).events(data_parallel_rank=x), optional=True
+    ),
     "BlockPool.allocate.n": number(2, lambda w, x: w.pool.allocate(x)),
     "BlockPool.share.ids": numbers([3, 4], lambda w, x: w.pool.share(x)),
     "BlockPool.release.ids": numbers([3, 4], lambda w, x: w.pool.release(x)),
@@ -128,6 +135,7 @@ CALLS = {
 ELSEWHERE = {
     "Batch.plan.out",  # test_plan_buffers.py
     "BlockPool.eviction",  # test_block_pool.py
+    "BlockPool.events.medium",  # test_events_pool.py
     "Sequence.extend.extras",  # test_context.py
     "Context.extras",
     "Context.model",

@@ -199,6 +199,8 @@ def test_stats_start_at_zero_and_count_what_happens():
         "copies": 0,
         "merges": 0,
         "refusals": 1,
+        "refusals_quarantined": 0,
+        "refusals_never_fit": 1,
     }
 
 

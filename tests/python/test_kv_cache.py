@@ -50,6 +50,10 @@ def layouts(pool, heads, head_dim, dtype, array, layers=2):
             each(lambda: zeros(blocks, size, heads, head_dim)),
         ),
         "hnd": tuple(each(lambda: swapped(zeros(blocks, heads, size, head_dim))) for _ in range(2)),
+        "nhd and hnd": (
+            each(lambda: zeros(blocks, size, heads, head_dim)),
+            each(lambda: swapped(zeros(blocks, heads, size, head_dim))),
+        ),
         "packed": ([x[:, 0] for x in packed], [x[:, 1] for x in packed]),
         "halves": ([x[0] for x in halves], [x[1] for x in halves]),
         "rows": ([x[..., :head_dim] for x in rows], [x[..., head_dim:] for x in rows]),
@@ -58,7 +62,7 @@ def layouts(pool, heads, head_dim, dtype, array, layers=2):
     }
 
 
-LAYOUTS = ["nhd", "hnd", "packed", "halves", "rows", "packed hnd", "block first"]
+LAYOUTS = ["nhd", "hnd", "nhd and hnd", "packed", "halves", "rows", "packed hnd", "block first"]
 
 
 def snapshot(cache):

@@ -52,11 +52,11 @@ macro_rules! with_element {
 pub(crate) fn attend(
     py: Python<'_>,
     dtype: &str,
-    q: &Bound<'_, PyUntypedArray>,
+    q: &Bound<'_, PyAny>,
     keys: &Bound<'_, PyUntypedArray>,
     values: &Bound<'_, PyUntypedArray>,
-    out: &Bound<'_, PyUntypedArray>,
-    lse: Option<&Bound<'_, PyUntypedArray>>,
+    out: &Bound<'_, PyAny>,
+    lse: Option<&Bound<'_, PyAny>>,
     block_table: PyReadonlyArray2<'_, i32>,
     seq_lens: PyReadonlyArray1<'_, i32>,
     query_start_loc: PyReadonlyArray1<'_, i32>,
@@ -154,8 +154,8 @@ fn limited<T>(max_threads: Option<NonZeroUsize>, work: impl FnOnce() -> T) -> T 
 pub(crate) fn write_kv(
     py: Python<'_>,
     dtype: &str,
-    k: &Bound<'_, PyUntypedArray>,
-    v: &Bound<'_, PyUntypedArray>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
     keys: &Bound<'_, PyUntypedArray>,
     values: &Bound<'_, PyUntypedArray>,
     slot_mapping: PyReadonlyArray1<'_, i64>,
@@ -228,10 +228,18 @@ impl NumpyElement for bf16 {
     type Bits = u16;
 }
 
-fn memory<E: NumpyElement, const N: usize>(
-    name: &str,
-    array: &Bound<'_, PyUntypedArray>,
-) -> PyResult<Memory<E, N>> {
+/// Of a numpy array, or of a tensor: `(owner, address, shape, strides in elements)`, of which the package knows that it
+/// is a tensor of this type.
+fn memory<E: NumpyElement, const N: usize>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<Memory<E, N>> {
+    let Ok(array) = array.cast::<PyUntypedArray>() else {
+        let (_, address, shape, strides): (Bound<'_, PyAny>, usize, [usize; N], [isize; N]) =
+            array.extract()?;
+        let data = address as *mut E;
+        if !data.is_aligned() || (shape[N - 1] > 1 && strides[N - 1] != 1) {
+            return Err(PyValueError::new_err(format!("{name} must be aligned, with head_dim contiguous")));
+        }
+        return Ok(Memory { data, shape, strides, is_writeable: true });
+    };
     let expected = dtype::<E::Bits>(array.py());
     let found = array.dtype();
     if !found.is_equiv_to(&expected) {
@@ -261,12 +269,9 @@ fn memory<E: NumpyElement, const N: usize>(
     Ok(Memory { data, shape, strides, is_writeable: flags & NPY_ARRAY_WRITEABLE != 0 })
 }
 
-fn token_view<'a, E: NumpyElement>(
-    name: &str,
-    array: &'a Bound<'_, PyUntypedArray>,
-) -> PyResult<TokenView<'a, E>> {
+fn token_view<'a, E: NumpyElement>(name: &str, array: &'a Bound<'_, PyAny>) -> PyResult<TokenView<'a, E>> {
     let Memory { data, shape, strides: [token, head, _], .. } = memory::<E, 3>(name, array)?;
-    // SAFETY: numpy vouches for all elements within shape and strides, and `array` keeps them alive. That nobody
+    // SAFETY: numpy or torch vouches for all elements within shape and strides, and `array` keeps them alive. That nobody
     // writes into an argument while the call runs is asked of the caller, as numpy does.
     Ok(unsafe { TokenView::from_raw_parts(data, shape, [token, head]) })
 }
@@ -325,21 +330,33 @@ fn overlaps_itself<const N: usize>(shape: [usize; N], strides: [isize; N]) -> bo
 ///
 /// While the slice lives, nothing else may read or write the array.
 #[expect(clippy::mut_from_ref, reason = "an array object is a reference to its memory")]
-unsafe fn dense_mut<'a, E: NumpyElement>(
-    name: &str,
-    array: &'a Bound<'_, PyUntypedArray>,
-) -> PyResult<&'a mut [E]> {
-    if !array.is_c_contiguous() {
+unsafe fn dense_mut<'a, E: NumpyElement>(name: &str, array: &'a Bound<'_, PyAny>) -> PyResult<&'a mut [E]> {
+    let dense = |shape: &[usize], strides: &[isize]| {
+        let mut expected = 1;
+        shape.iter().zip(strides).rev().all(|(&size, &stride)| {
+            let is_dense = size <= 1 || stride == expected;
+            expected *= size as isize;
+            is_dense
+        })
+    };
+    let is_matrix = array.cast::<PyUntypedArray>().is_ok_and(|array| array.ndim() == 2);
+    let (data, len, is_dense, is_writeable) = if is_matrix {
+        let Memory { data, shape, strides, is_writeable } = memory::<E, 2>(name, array)?;
+        (data, shape.iter().product(), dense(&shape, &strides), is_writeable)
+    } else {
+        let Memory { data, shape, strides, is_writeable } = memory::<E, 3>(name, array)?;
+        (data, shape.iter().product(), dense(&shape, &strides), is_writeable)
+    };
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    if !is_dense {
         return Err(PyValueError::new_err(format!("{name} must be C-contiguous")));
     }
-    let (data, is_writeable) = match array.ndim() {
-        2 => memory::<E, 2>(name, array).map(|memory| (memory.data, memory.is_writeable))?,
-        _ => memory::<E, 3>(name, array).map(|memory| (memory.data, memory.is_writeable))?,
-    };
     if !is_writeable {
         return Err(PyValueError::new_err(format!("{name} must be writable")));
     }
     // SAFETY: a contiguous, aligned and writable array has `len` adjacent elements, which `array` keeps alive; the
     // caller keeps others off it.
-    Ok(unsafe { std::slice::from_raw_parts_mut(data, array.len()) })
+    Ok(unsafe { std::slice::from_raw_parts_mut(data, len) })
 }
