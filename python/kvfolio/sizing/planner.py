@@ -15,7 +15,7 @@ from .groups import Group, make_groups, state_bytes
 from .model_shape import ModelShape
 from .reserve import Reserve, reserves
 
-BOOKKEEPING_PER_BLOCK = 84
+BOOKKEEPING_PER_BLOCK = 88
 """Bytes that a `BlockPool` takes for each block, in the host's memory; a bit more for the blank ones."""
 TABLE_ENTRY = 4
 """Bytes of a block table's entry: int32."""
