@@ -8,6 +8,7 @@ from typing import Any
 
 from kvfolio.simulation import CostModel, Outcome, Trace, Workload, make_workload, serve
 from kvfolio.simulation.manager import Manager
+from kvfolio.simulation.paging import PagingManager
 from kvfolio.simulation.trace import TraceBuilder
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
@@ -38,3 +39,12 @@ def run(workload: Workload, manager: Manager, **options: Any) -> Outcome:
     """Serve it with steps of one second each, unless told otherwise."""
     options = {"cost": A_SECOND_A_STEP, "kv_bytes_per_token": 1, "max_sequences": 8} | options
     return serve(workload, manager, **{"tokens_per_step": 64, **options})
+
+
+def paging(workload: Workload, num_blocks: int, block_size: int, **options: Any) -> PagingManager:
+    return PagingManager(workload, num_blocks, block_size, **{"max_sequences": 8, "watermark": 0.0} | options)
+
+
+def shares(outcome: Outcome, slots: int, steps: int) -> dict[str, int]:
+    """Slots summed up over the steps."""
+    return {name: round(share * slots * steps, 6) for name, share in outcome.memory.items()}
