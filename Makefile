@@ -57,8 +57,8 @@ sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see b
 	@.ci/timed "make sanitize" $(PYTHON) .ci/sanitize.py
 
 docs: $(WHEEL) $(VENV)/.serving $(VENV)/.docs ## Build the documentation's site into target/docs; a warning is an error
-	@.ci/timed "make docs" $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going \
-	    -d target/doctrees docs target/docs
+	@.ci/timed "make docs" $(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning \
+	    --keep-going --doctree-dir target/doctrees docs target/docs
 
 bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
 	@$(PYTHON) benches/instructions.py

@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "numpydoc",
     "commands",
+    "parameter_lists",
     "public_names",
     "repository_links",
 ]
