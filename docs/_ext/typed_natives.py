@@ -31,6 +31,8 @@ def install() -> None:
         raise RuntimeError("kvfolio is imported already")
     numpy.typing.NDArray = NDArray  # type: ignore[misc]
     package = importlib.util.find_spec("kvfolio")
+    if package is None:
+        raise ModuleNotFoundError("kvfolio must be installed, which `make docs` does")
     spec = PathFinder.find_spec("kvfolio._native", package.submodule_search_locations)
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
