@@ -9,7 +9,7 @@ PEERS_VENV := .venv-peers
 # The path is seen from benches/.
 PEERS ?= --trace ../../shared/traces/mooncake_conversation_trace.jsonl
 SOURCES := $(shell find rust python/kvfolio -type f -not -name '*.so' -not -path '*/__pycache__/*') \
-           Cargo.toml Cargo.lock pyproject.toml README.md
+           Cargo.toml Cargo.lock pyproject.toml README.md LICENSE-MIT LICENSE-APACHE LICENSE-THIRD-PARTY
 export VENV
 # Nothing of another environment gets in.
 unexport VIRTUAL_ENV PYTHONPATH
@@ -93,7 +93,7 @@ run-demo:
 
 # While torch is downloaded, the wheel is compiled.
 run-test:
-	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.serving $(CUDA)/.installed
+	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.docs $(CUDA)/.installed
 	@$(MAKE) --no-print-directory lint docs test-rust mutants test-python test-cuda
 
 $(VENV)/bin/python:
