@@ -16,11 +16,11 @@ unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
-.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize docs bench-instructions \
-        bench-peers wheel release licenses format clean
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu test-aarch64 mutants sanitize docs \
+        bench-instructions bench-peers wheel release licenses format clean
 
 help: ## List what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 demo: ## Serve a real model on the CPU, and compare its answers with the model's own generate
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
@@ -50,6 +50,11 @@ test-cuda: $(WHEEL) $(VENV)/.serving $(CUDA)/.installed ## The CUDA kernels: run
 
 test-gpu: $(WHEEL) $(VENV)/.serving ## For who has a GPU: check the CUDA kernels on it, and time them
 	$(BIN)/python tests/gpu/run.py
+
+test-aarch64: ## Run the CPU kernels' tests on an emulated Arm CPU: takes qemu-user, gcc-aarch64-linux-gnu, rustup's target
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+	cargo test --quiet --target aarch64-unknown-linux-gnu --target-dir target/aarch64 -p kvfolio --lib kernels
 
 mutants: ## Break the pool at one place after the other, and see that a test notices
 	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
