@@ -84,6 +84,15 @@ def test_tables_show_what_json_has(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "Note: the model was made for at most 131072 tokens" in done.stdout
 
 
+def test_no_table_is_cut_in_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run("plan", str(folder), "--memory", "80GiB", "--lengths", "8192,900000")
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.split("Note:")[0].splitlines()[1:])) <= 80
+    for whole in ("sequences", "tightest", "(device)", "29,055"):
+        assert whole in done.stdout.split()
+
+
 def test_states_and_groups_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "next.json"
@@ -100,11 +109,11 @@ def test_states_and_groups_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-memory", "2MiB"], "0 blocks, short by 2097152 bytes on each rank of stage 0"),
+        (["--kv-memory", "2MiB"], "0 blocks, short by 2,097,152 bytes (2.00 MiB) on each rank of stage 0"),
         (["--memory", "8GiB"], "0 blocks, short by"),
         (["--memory=-8GiB"], "--memory must be a number that is not negative"),
         (["--kv-memory", "8GiB", "--weights", "much"], "--weights must be a number"),
-        ([], "exactly one of memory and kv_memory must be given"),
+        ([], "exactly one of --memory and --kv-memory must be given, as --memory 80GiB, not 0 of them"),
         (["--kv-memory", "8GiB", "--tp", "3"], "num_attention_heads must be a multiple of tensor_parallel, 3"),
         (["--kv-memory", "8GiB", "--lengths", "1k"], "--lengths must be integers with commas between, not '1k'"),
         (["--kv-memory", "8GiB", "--lengths=-5"], "lengths must be at least 1, not -5"),

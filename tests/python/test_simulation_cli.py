@@ -53,6 +53,23 @@ def kvfolio(capfd, monkeypatch):
     return lambda *arguments: in_process(capfd, monkeypatch, *arguments)
 
 
+@pytest.mark.parametrize("columns", [80, 60, None])
+def test_no_table_is_cut_whatever_the_width(kvfolio, lengths: str, monkeypatch, columns: int | None) -> None:
+    """In 80 columns every manager has its name on its line; below, names are broken, not cut."""
+    if columns is None:  # nobody has a width: it goes into a file
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    status, said, _ = kvfolio("simulate", lengths)
+    assert status == 0
+    assert "…" not in said
+    tables = said[said.index("Memory: mean") :].splitlines()
+    assert columns is None or max(map(len, tables)) <= columns
+    if columns != 60:
+        for manager in set(MANAGERS) - {"paging+cache"}:
+            assert sum(manager in line.replace("│", " ").split() for line in tables) == 3
+
+
 def test_hit_rates_are_printed_and_written(chat: str, tmp_path: Path) -> None:
     """In a process of its own, with neither torch nor matplotlib."""
     file = tmp_path / "report.json"

@@ -138,7 +138,7 @@ def test_no_room_is_told_by_how_much(case: tuple[ModelShape, dict[str, Any]], me
     if error is None:
         return
     assert error.short_by > 0
-    assert str(error).startswith(f"0 blocks, short by {error.short_by} bytes")
+    assert str(error).startswith(f"0 blocks, short by {error.short_by:,} bytes")
     assert refusal(shape, {**options, "kv_memory": memory + error.short_by}) is None
     assert refusal(shape, {**options, "kv_memory": memory + error.short_by - 1}) is not None
 

@@ -27,6 +27,7 @@ from kvfolio.simulation.block_sizes import (
 )
 
 from . import measure
+from .tables import make_console, make_table, print_table
 
 WHY = (
     "No size is best by formula. Small blocks leave fewer slots empty and let more of a prefix be found; "
@@ -61,7 +62,7 @@ class Measured:
 def run_bench(options: BenchOptions) -> int:
     """Measure, show, write; returns the exit status: 2 for anything that is refused."""
     to_stdout = options.json == "-"
-    console, errors = Console(stderr=to_stdout), Console(stderr=True)
+    console, errors = make_console(stderr=to_stdout), Console(stderr=True)
     try:
         _arrays.dtype_name("--dtype", options.dtype)
         trace = synthetic_lengths() if options.trace is None else read_trace(options.trace, options.format)
@@ -149,7 +150,7 @@ def _show(
         f"{options.dtype}, {size / 2**20:,.0f} MiB of K and V",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(trace, figures, measured))
+    print_table(console, _table(trace, figures, measured))
     console.print(_about_hits(trace), highlight=False, soft_wrap=True)
     console.print(WHY, highlight=False, soft_wrap=True)
 
@@ -158,9 +159,7 @@ def _table(trace: Trace, figures: list[BlockSizeFigures], measured: list[Measure
     columns = ["block size", "empty slots", "table, bytes", "step, us", "attention, GB/s", "of a plain read"]
     if trace.hash_ids is not None:
         columns += ["found, at least", "found, at most"]
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = make_table(*columns)
     for row, times in zip(figures, measured, strict=True):
         cells = [
             str(row.block_size),

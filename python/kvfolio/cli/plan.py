@@ -23,6 +23,8 @@ from kvfolio.sizing import (
     read_config,
 )
 
+from .tables import make_console, make_table, print_table
+
 
 def parse_sizes(option: str, text: str | None) -> list[int] | int | None:
     """Bytes for all ranks, or a list of them, one a stage, from text with commas between."""
@@ -44,8 +46,16 @@ def parse_counts(option: str, text: str | None) -> list[int] | None:
 
 def run_plan(model: str, lengths: str, *, as_json: bool, sizes: dict[str, str | None], **options: Any) -> int:
     """Read, compute, show; returns the exit status: 1 for anything that is refused."""
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     try:
+        given = [
+            name for name in ("--memory", "--kv-memory") if sizes[name[2:].replace("-", "_")] is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one of --memory and --kv-memory must be given, as --memory 80GiB, "
+                f"not {len(given)} of them"
+            )
         deployment = Deployment(
             memory=parse_sizes("--memory", sizes["memory"]),
             kv_memory=parse_sizes("--kv-memory", sizes["kv_memory"]),
@@ -83,19 +93,10 @@ def to_record(found: SizingPlan) -> dict[str, Any]:
 def show(found: SizingPlan, console: Console) -> None:
     """Print the plan as tables."""
     console.print(_summary(found), soft_wrap=True)
-    console.print(_groups(found))
-    console.print(_stages(found))
-    console.print(_lengths(found))
-    console.print(_block_sizes(found))
+    for table in (_groups(found), _stages(found), _lengths(found), _block_sizes(found)):
+        print_table(console, table)
     for note in found.notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 def _summary(found: SizingPlan) -> str:
@@ -111,7 +112,9 @@ def _count(number: int, noun: str) -> str:
 
 def _groups(found: SizingPlan) -> Table:
     columns = [f"stage {number}" for number in range(len(found.stages))]
-    table = _table("KV bytes a token and a block, on each rank", "layers", "keep", "block", *columns)
+    table = make_table(
+        "layers", "keep", "block", *columns, title="KV bytes a token and a block, on each rank"
+    )
     for group in found.groups:
         keep = "all tokens" if group.window is None else f"{group.window} tokens"
         each = [
@@ -126,7 +129,9 @@ def _groups(found: SizingPlan) -> Table:
 
 
 def _stages(found: SizingPlan) -> Table:
-    table = _table("Memory of each rank", "stage", "layers", "weights", "activations", "scales", "for the KV")
+    table = make_table(
+        "stage", "layers", "weights", "activations", "scales", "for the KV", title="Memory of each rank"
+    )
     for number, stage in enumerate(found.stages):
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
         weights, activations = _reserve(stage)
@@ -146,9 +151,9 @@ def _reserve(stage: Stage) -> tuple[str, str]:
 
 
 def _lengths(found: SizingPlan) -> Table:
-    table = _table(
-        "Sequences at once, all of one length, nothing shared", "length", "sequences", "tightest",
-        "bytes each", "blocks each", "blocks to make", "tables (device)", "pool (host)",
+    table = make_table(
+        "length", "sequences", "tightest", "bytes each", "blocks each", "blocks to make", "tables (device)",
+        "pool (host)", title="Sequences at once, all of one length, nothing shared",
     )  # fmt: skip
     for row in found.lengths:
         sequences = f"{row.sequences:,}" if row.sequences else f"0, short by {format_bytes(row.short_by)}"
@@ -167,9 +172,9 @@ def _lengths(found: SizingPlan) -> Table:
 
 def _block_sizes(found: SizingPlan) -> Table:
     lengths = [f"{row.length:,}" for row in found.lengths]
-    table = _table(
-        "Other block sizes: empty slots (expected), their share and the sequences at each length",
+    table = make_table(
         "block size", "bytes a block", "empty slots", *lengths, "pool (host)",
+        title="Other block sizes: empty slots (expected), their share and the sequences at each length",
     )  # fmt: skip
     for row in found.block_sizes:
         each = [

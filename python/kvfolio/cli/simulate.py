@@ -31,6 +31,7 @@ from kvfolio.sizing import parse_bytes, read_config
 
 from .plan import parse_counts
 from .simulate_report import show
+from .tables import make_console
 
 DEFAULT_KV_MEMORY = "12GiB"  # what the PagedAttention paper has for its smallest model on a device of 40 GB
 
@@ -71,7 +72,7 @@ class SimulateOptions:
 def run_simulate(options: SimulateOptions) -> int:
     """Read, simulate, show, write; returns the exit status: 2 for anything that is refused."""
     to_stdout = options.json == "-"
-    console, errors = Console(stderr=to_stdout), Console(stderr=True)
+    console, errors = make_console(stderr=to_stdout), Console(stderr=True)
     try:
         if options.plot is not None:
             check_plot(Path(options.plot))

@@ -9,6 +9,8 @@ from kvfolio.simulation import HitRates, Outcome, Percentiles, Report
 from kvfolio.simulation.report import RunRecord
 from kvfolio.sizing import format_bytes
 
+from .tables import make_table, print_table
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -24,7 +26,7 @@ def show(report: Report, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-        console.print(_hit_rates(rates))
+        print_table(console, _hit_rates(rates))
     if report.managers:
         for title, table in (
             ("Memory: mean shares while requests waited", _memory(report.managers)),
@@ -35,15 +37,7 @@ def show(report: Report, console: Console) -> None:
             ),
         ):
             console.print(title)
-            console.print(table)
-
-
-def _table(first: str, *columns: str) -> Table:
-    table = Table()
-    table.add_column(first, justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+            print_table(console, table)
 
 
 def _record(record: RunRecord) -> list[str]:
@@ -83,7 +77,7 @@ def _lengths(found: Percentiles | None) -> str:
 
 def _hit_rates(found: HitRates) -> Table:
     policies = list(found.rows[0].policies) if found.rows else []
-    table = _table("capacity, blocks", *policies, "MIN")
+    table = make_table("capacity, blocks", *policies, "MIN", left=1)
     for row in found.rows:
         rates = [f"{row.policies[policy]:.4f}" for policy in policies]
         table.add_row(f"{row.capacity:,}", *rates, f"{row.optimal:.4f}")
@@ -92,9 +86,8 @@ def _hit_rates(found: HitRates) -> Table:
 
 
 def _memory(managers: list[Outcome]) -> Table:
-    table = _table(
-        "manager", "tokens", "reserved", "empty", "external", "cached", "free", "saved by sharing", "hit rate"
-    )
+    columns = ("tokens", "reserved", "empty", "external", "cached", "free", "saved by sharing", "hit rate")
+    table = make_table("manager", *columns, left=1)
     for outcome in managers:
         memory = outcome.memory
         shares = [memory[name] for name in ("tokens", "reserved", "empty", "external", "cached", "free")]
@@ -108,9 +101,8 @@ def _memory(managers: list[Outcome]) -> Table:
 
 
 def _batch(managers: list[Outcome]) -> Table:
-    table = _table(
-        "manager", "mean", "most", "over time", "waited", "steps", "gave way", "finished", "refused"
-    )
+    columns = ("mean", "most", "over time", "waited", "steps", "gave way", "finished", "refused")
+    table = make_table("manager", *columns, left=1)
     highest = max((point.running for outcome in managers for point in outcome.history), default=0)
     for outcome in managers:
         table.add_row(
@@ -143,7 +135,8 @@ def _line(outcome: Outcome, highest: int, width: int = 16) -> str:
 
 
 def _times(managers: list[Outcome]) -> Table:
-    table = _table("manager", "s: median", "90%", "99%", "ms: median", "90%", "99%", "requests a second")
+    columns = ("s: median", "90%", "99%", "ms: median", "90%", "99%", "requests a second")
+    table = make_table("manager", *columns, left=1)
     for outcome in managers:
         first, each = outcome.time_to_first_token, outcome.time_per_output_token
         table.add_row(

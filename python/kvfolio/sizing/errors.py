@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvfolio.errors import KVFolioError
 
+from .quantities import format_bytes
+
 
 class ConfigError(KVFolioError, ValueError):
     """A model's configuration cannot be read, or does not say what must be known; names file and field."""
@@ -22,5 +24,6 @@ class NoRoom(KVFolioError, MemoryError):
         self.left = left
 
     def __str__(self) -> str:
-        left = f"{self.left} bytes are left for the KV" if self.left >= 0 else "nothing is left for the KV"
-        return f"0 blocks, short by {self.short_by} bytes on each rank of stage {self.stage}: {left}"
+        left = f"{self.left:,} bytes are left for the KV" if self.left >= 0 else "nothing is left for the KV"
+        short = f"{self.short_by:,} bytes ({format_bytes(self.short_by)})"
+        return f"0 blocks, short by {short} on each rank of stage {self.stage}: {left}"
