@@ -25,6 +25,14 @@ def index(argument: str, value: object, length: int) -> int:
     return int(value)
 
 
+def torch_is_here(wish: str) -> None:
+    """Raise an ImportError that names the extra if there is no torch, which `wish` needs."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{wish} needs torch: pip install 'kvfolio[torch]'") from error
+
+
 def number(argument: str, value: object) -> float:
     """The value as a float; TypeError if it is no real number."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.floating)):

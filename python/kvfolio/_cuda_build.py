@@ -63,7 +63,11 @@ def _architectures() -> str:
         return told
     if not torch.cuda.is_available():
         text = "no GPU is visible to torch (torch.cuda.is_available())"
-        raise CudaUnavailable("GPU", text, "TORCH_CUDA_ARCH_LIST=9.0 builds for one that is not here")
+        remedy = (
+            "a machine with an NVIDIA GPU and its driver (device='cpu' needs neither; TORCH_CUDA_ARCH_LIST=9.0 "
+            "only builds, for a GPU that is elsewhere)"
+        )
+        raise CudaUnavailable("GPU", text, remedy)
     kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if min(kinds) < (8, 0):
         text = f"a GPU has compute capability {'.'.join(map(str, min(kinds)))}"

@@ -89,6 +89,7 @@ class KVCache:
             raise ValueError(f"array must be 'numpy' or 'torch', not {array!r}")
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         if kind == "cuda":
+            _checks.torch_is_here(f"device={str(device)!r}")
             from kvfolio import _device_cache
 
             keys, values, storage = _device_cache.allocate(shape, name, device, num_layers, backend)
@@ -96,6 +97,8 @@ class KVCache:
             return
         if backend != "kvfolio":
             raise ValueError(f"backend must be 'kvfolio' on the cpu, not {backend!r}")
+        if array == "torch":
+            _checks.torch_is_here("array='torch'")
         keys = tuple(_arrays.zeros(shape, name, array) for _ in range(num_layers))
         values = tuple(_arrays.zeros(shape, name, array) for _ in range(num_layers))
         self._adopt(pool, keys, values, name)

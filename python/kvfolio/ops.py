@@ -27,7 +27,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvfolio.ops needs torch: pip install 'kvfolio[torch]'") from error
 
 from kvfolio import _arrays, _native
 from kvfolio._cuda_build import load_cuda

@@ -15,7 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvfolio.torch needs torch: pip install 'kvfolio[torch]'") from error
 
 from kvfolio import _checks
 from kvfolio import plan_buffers as _plan_buffers

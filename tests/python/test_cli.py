@@ -38,11 +38,17 @@ def test_help_lists_the_commands_that_exist() -> None:
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_its_extras_it_says_how_to_get_them(package: str) -> None:
-    done = run("demo", without=(package,))
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [(("demo",), "demo"), (("top", "localhost:1"), "cli,metrics"), (("plan", "demo"), "cli"), ((), "cli")],
+)
+def test_without_its_extras_it_says_which_the_command_takes(
+    package: str, arguments: tuple[str, ...], extras: str
+) -> None:
+    done = run(*arguments, without=(package,))
     assert done.returncode == 1
     assert package in done.stderr
-    assert "pip install 'kvfolio[demo]'" in done.stderr
+    assert f"pip install 'kvfolio[{extras}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

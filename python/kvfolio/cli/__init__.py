@@ -7,8 +7,10 @@ import sys
 _HELP = """\
 The command line needs a few more packages than the library does ({missing} is missing). Install them with
 
-    pip install 'kvfolio[demo]'
+    pip install 'kvfolio[{extras}]'
 """
+# What a command takes besides the command line; it says so itself, too, where only that is missing.
+_EXTRAS = {"demo": "demo", "top": "cli,metrics"}
 
 
 def main() -> None:
@@ -18,6 +20,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.stderr.write(_HELP.format(missing=error.name))
+        extras = next((_EXTRAS[word] for word in sys.argv[1:2] if word in _EXTRAS), "cli")
+        sys.stderr.write(_HELP.format(missing=error.name, extras=extras))
         raise SystemExit(1) from None
     app()
