@@ -64,8 +64,8 @@ def _architectures() -> str:
     if not torch.cuda.is_available():
         text = "no GPU is visible to torch (torch.cuda.is_available())"
         remedy = (
-            "a machine with an NVIDIA GPU and its driver (device='cpu' needs neither; TORCH_CUDA_ARCH_LIST=9.0 "
-            "only builds, for a GPU that is elsewhere)"
+            "a machine with an NVIDIA GPU and its driver (device='cpu' needs neither; "
+            "TORCH_CUDA_ARCH_LIST=9.0 only builds, for a GPU that is elsewhere)"
         )
         raise CudaUnavailable("GPU", text, remedy)
     kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}

@@ -16,6 +16,8 @@ _EXTRAS = {"demo": "demo", "top": "cli,metrics"}
 def main() -> None:
     """Run the command line; without its extras, say how to get them and exit with status 1."""
     try:
+        import rich  # noqa: F401 - the commands do, when it is too late to say this
+
         from .app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
