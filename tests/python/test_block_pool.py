@@ -105,8 +105,15 @@ def test_release_counts_each_mention():
 def test_more_mentions_than_references_release_nothing():
     pool = kv.BlockPool(2, 4)
     (block,) = pool.allocate(1)
-    with unchanged(pool), pytest.raises(kv.InvalidBlock, match=f"block {block}"):
+    told = f"more often than it is lent; block {block}: of its 1 references, 1 are lent"
+    with unchanged(pool), pytest.raises(kv.InvalidBlock, match=told):
         pool.release([block, block])
+    pool.release([block])
+    with (
+        unchanged(pool),
+        pytest.raises(kv.InvalidBlock, match=f"have a reference; block {block}: it has none"),
+    ):
+        pool.share([block])
 
 
 def test_null_ids_are_passed_over():

@@ -172,7 +172,9 @@ def test_a_pool_has_one_source_at_a_time_and_the_next_begins_with_all() -> None:
     again = pool.events()
     assert msgpack.unpackb(again.drain())[1] == msgpack.unpackb(told)[1]  # type: ignore[arg-type]
     assert again.drain() is None
-    with pytest.raises(ValueError, match="made with"):
+    with pytest.raises(
+        ValueError, match=r"the pool has no events: it must be made with them \(events=True\)"
+    ):
         kv.BlockPool(1, 1).events()
     with pytest.raises(ValueError, match="data_parallel_rank must be at least 0, not -1"):
         kv.BlockPool(1, 1, events=True).events(data_parallel_rank=-1)

@@ -36,8 +36,8 @@ pub enum Error {
         /// Rows that the batch has.
         max_sequences: usize,
     },
-    /// Two threads used one table, sequence, batch or plan at once.
-    #[error("the {0} is in use by another thread")]
+    /// Two threads used one table, sequence, batch or plan at once, or two sources one pool's events.
+    #[error("the {0}")]
     ConcurrentUse(&'static str),
     /// More references to one block than can be counted.
     #[error("block {} has {max} references already, the most that can be counted", block.as_i32())]

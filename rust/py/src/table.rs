@@ -30,7 +30,7 @@ impl PyBlockTable {
     }
 
     fn with_locked<R>(&self, work: impl FnOnce(&mut BlockTable) -> kvfolio::Result<R>) -> kvfolio::Result<R> {
-        let mut table = self.0.try_lock().ok_or(Error::ConcurrentUse("table"))?;
+        let mut table = self.0.try_lock().ok_or(Error::ConcurrentUse("table is in use by another thread"))?;
         work(table.as_mut().ok_or(Error::StaleHandle("table has been released"))?)
     }
 }
@@ -117,7 +117,8 @@ impl PyBlockTable {
 
     /// Give all blocks back. May be said twice.
     fn release(&self) -> Result<()> {
-        let table = self.0.try_lock().ok_or(Error::ConcurrentUse("table"))?.take();
+        let table =
+            self.0.try_lock().ok_or(Error::ConcurrentUse("table is in use by another thread"))?.take();
         drop(table);
         Ok(())
     }

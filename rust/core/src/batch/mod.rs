@@ -67,7 +67,7 @@ impl BatchCell {
     /// Every entry ends the plans first that were dropped while another thread was in here.
     fn lock_within(&self, patience: Duration) -> Result<MutexGuard<'_, BatchState>> {
         let lock = if patience.is_zero() { self.state.try_lock() } else { self.state.try_lock_for(patience) };
-        let mut batch = lock.ok_or(Error::ConcurrentUse("batch"))?;
+        let mut batch = lock.ok_or(Error::ConcurrentUse("batch is in use by another thread"))?;
         batch.roll_back_dropped();
         Ok(batch)
     }

@@ -14,11 +14,10 @@ use crate::{
 impl Shared {
     /// Lend one more reference for each mention of a block; all or nothing.
     pub(super) fn lend(&self, blocks: &[BlockId]) -> Result<()> {
-        self.check_each(blocks, |block, word, times| self.check_shareable(block, word, times))?;
+        self.check_each(blocks, check_shareable)?;
         // Only another thread can make this fail now.
-        self.add_claims(blocks, Claim::Lent).map_err(|(block, word)| {
-            self.check_shareable(block, word, 1).err().unwrap_or_else(|| overflow(block))
-        })
+        self.add_claims(blocks, Claim::Lent)
+            .map_err(|(block, word)| check_shareable(block, word, 1).err().unwrap_or_else(|| overflow(block)))
     }
 
     /// Lent references become a table's; all or nothing.
@@ -29,7 +28,7 @@ impl Shared {
                 for block in blocks[..index].iter().filter(|block| !block.is_null()) {
                     self.words[block.index()].convert(Claim::Owned, Claim::Lent);
                 }
-                return Err(self.not_referenced(block));
+                return Err(self.not_lent(block));
             }
         }
         Ok(())
@@ -40,19 +39,9 @@ impl Shared {
         self.check_each(
             blocks,
             |block, word, times| {
-                if word.lent() >= times { Ok(()) } else { Err(self.not_referenced(block)) }
+                if word.lent() >= times { Ok(()) } else { Err(self.not_lent(block)) }
             },
         )
-    }
-
-    fn check_shareable(&self, block: BlockId, word: Word, times: u32) -> Result<()> {
-        if word.references() == 0 {
-            Err(self.not_referenced(block))
-        } else if word.has_room_for(times) {
-            Ok(())
-        } else {
-            Err(overflow(block))
-        }
     }
 
     /// Check the word of each block but the null block, and how often it is named.
@@ -81,14 +70,27 @@ impl Shared {
         Error::InvalidBlock(format!("ids must be between 1 and {}, not {id}", self.num_blocks))
     }
 
-    pub(super) fn not_referenced(&self, block: BlockId) -> Error {
+    /// What a block that is to be given away, but is not lent as often as that, is refused with.
+    pub(super) fn not_lent(&self, block: BlockId) -> Error {
         let word = self.words[block.index()].load();
         Error::InvalidBlock(format!(
-            "ids must name blocks that are referenced, and to release lent, as often as they are named, not \
-             block {}: it has {} references, {} of them lent",
+            "ids must not name a block more often than it is lent; block {}: of its {} references, {} are lent",
             block.as_i32(),
             word.references(),
             word.lent()
         ))
+    }
+}
+
+fn check_shareable(block: BlockId, word: Word, times: u32) -> Result<()> {
+    if word.references() == 0 {
+        Err(Error::InvalidBlock(format!(
+            "ids must name blocks that have a reference; block {}: it has none",
+            block.as_i32()
+        )))
+    } else if word.has_room_for(times) {
+        Ok(())
+    } else {
+        Err(overflow(block))
     }
 }

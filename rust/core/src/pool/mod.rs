@@ -227,7 +227,7 @@ impl BlockPool {
     pub fn release(&self, blocks: &[BlockId]) -> Result<()> {
         self.0.check_lent(blocks)?;
         match self.0.settle(blocks.iter().rev().copied(), Claim::Lent) {
-            Some(block) => Err(self.0.not_referenced(block)),
+            Some(block) => Err(self.0.not_lent(block)),
             None => Ok(()),
         }
     }

@@ -124,10 +124,14 @@ impl BlockPool {
     /// Refused by a pool that was not made with `events`, and while there is another follower.
     pub fn events(&self) -> Result<EventSource> {
         let Some(recorder) = &self.0.events else {
-            return Err(Error::Argument("a pool has events if it is made with them".into()));
+            return Err(Error::Argument(
+                "the pool has no events: it must be made with them (events=True)".into(),
+            ));
         };
         if recorder.is_followed.swap(true, Ordering::Acquire) {
-            return Err(Error::ConcurrentUse("pool's event source"));
+            return Err(Error::ConcurrentUse(
+                "pool's events have a source (a publisher) already, and one at a time",
+            ));
         }
         let mut told = recorder.told.lock();
         told.is_new = true;

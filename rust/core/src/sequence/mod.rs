@@ -60,7 +60,7 @@ pub(crate) struct SequenceCell {
 
 impl SequenceCell {
     pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Place>> {
-        self.place.try_lock().ok_or(Error::ConcurrentUse("sequence"))
+        self.place.try_lock().ok_or(Error::ConcurrentUse("sequence is in use by another thread"))
     }
 }
 
