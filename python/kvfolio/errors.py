@@ -46,7 +46,7 @@ class BatchFull(KVFolioError, RuntimeError):
 
 
 class ConcurrentUse(KVFolioError, RuntimeError):
-    """Two threads used one table, sequence, batch or plan at once."""
+    """Two threads used one table, sequence, batch or plan at once, or two sources the events of a pool."""
 
 
 class RefCountOverflow(KVFolioError, OverflowError):

@@ -22,11 +22,12 @@ def model() -> PreTrainedModel:
 def test_what_can_never_be_finished_is_refused_at_the_door(model: PreTrainedModel) -> None:
     engine = make_engine(model, num_blocks=8)
     assert engine.max_tokens_per_sequence == 32
-    with pytest.raises(RequestRefused, match="32"):
+    refusal = "exceed the engine's max_tokens_per_sequence, 32 "
+    with pytest.raises(RequestRefused, match=f"20 prompt tokens and an answer of up to 13 {refusal}"):
         engine.submit(random_prompt(20, seed=1), SamplingParams(max_tokens=13))
-    with pytest.raises(RequestRefused, match="32"):
+    with pytest.raises(RequestRefused, match=refusal):
         engine.submit(random_prompt(32, seed=1))
-    with pytest.raises(RequestRefused, match="samples"):
+    with pytest.raises(RequestRefused, match="5 samples exceed the engine's max_sequences, 4"):
         engine.submit([1], SamplingParams(n=5))
     assert not engine.has_work
     longest = engine.submit(random_prompt(20, seed=1), SamplingParams(max_tokens=12))

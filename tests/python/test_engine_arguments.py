@@ -127,3 +127,9 @@ def test_what_goes_with_a_prompt_is_checked_too(engine: Engine) -> None:
         with pytest.raises(ValueError, match=f"stop_token_ids.* must be .*not {token}"):
             engine.submit([1], SamplingParams(stop_token_ids=[token]))
     assert not engine.has_work
+
+
+def test_only_requests_can_be_streamed_and_cancelled(engine: Engine) -> None:
+    for call in (engine.stream, engine.cancel):
+        with pytest.raises(TypeError, match="request must be a Request, as submit returns it, not int"):
+            call(0)  # type: ignore[arg-type]

@@ -285,6 +285,13 @@ def test_what_publisher_and_vllm_agree_on_is_written_down() -> None:
     assert msgspec.msgpack.encode(decoded) == batch, "byte for byte what msgspec makes of the same"
 
 
+class Owner:
+    """An engine, as far as a publisher is concerned."""
+
+    def __init__(self, pool: kv.BlockPool) -> None:
+        self.pool = pool
+
+
 def test_publishers_say_what_is_wrong_with_them() -> None:
     pool = kv.BlockPool(4, 2, events=True)
     for options, message in (
@@ -295,10 +302,14 @@ def test_publishers_say_what_is_wrong_with_them() -> None:
         with pytest.raises(ValueError, match=message):
             publisher(pool, **options)
     with publisher(pool) as one:
-        with pytest.raises(kv.ConcurrentUse):
+        with pytest.raises(kv.ConcurrentUse, match=r"have a source \(a publisher\) already"):
             publisher(pool)
         with pytest.raises(zmq.ZMQError):
             publisher(kv.BlockPool(4, 2, events=True), endpoint=one.endpoint)
+    with pytest.raises(TypeError, match="pool must be a BlockPool, not Owner: publish its pool"):
+        publisher(Owner(pool))
+    with pytest.raises(TypeError, match=r"pool must be a BlockPool, not list$"):
+        publisher([])
     with pytest.raises(RuntimeError, match="the publisher is closed"):
         one.flush()
     one.close()

@@ -154,7 +154,9 @@ def test_a_port_serves_them_until_it_is_closed() -> None:
         assert server.url == f"http://127.0.0.1:{server.port}/metrics"
         with urllib.request.urlopen(server.url) as answer:
             assert read(answer.read().decode())["kvfolio_pool_capacity_blocks", ""] == 4
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(
+            OSError, match=f"in use .address '127.0.0.1', port {server.port}; port 0 is any free"
+        ):
             serve(pool, port=server.port)
     serve(pool, port=server.port).close()
     with pytest.raises(ValueError, match="port must be at most 65535, not 70000"):

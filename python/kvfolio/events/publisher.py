@@ -41,7 +41,8 @@ class Publisher:
 
     Events carry the token ids of prompts and answers: bind where only those who may know them can connect.
 
-    Raises ConcurrentUse or ValueError from `BlockPool.events`, zmq.ZMQError if an endpoint cannot be had.
+    Raises TypeError for another pool than a BlockPool (an engine has one, `engine.pool`), ConcurrentUse or
+    ValueError from `BlockPool.events`, zmq.ZMQError if an endpoint cannot be had.
     """
 
     def __init__(
@@ -59,6 +60,9 @@ class Publisher:
         data_parallel_rank: int = 0,
         array_events: bool = False,
     ) -> None:
+        if not isinstance(pool, kv.BlockPool):
+            own = ": publish its pool" if isinstance(getattr(pool, "pool", None), kv.BlockPool) else ""
+            raise TypeError(f"pool must be a BlockPool, not {type(pool).__name__}{own}")
         buffer_steps = _checks.integer("buffer_steps", buffer_steps, 0)
         hwm = _checks.integer("hwm", hwm, 1)
         if not 0 < interval < 3600:

@@ -18,7 +18,11 @@ class MetricsServer:
     def __init__(self, source: Source, port: int, address: str) -> None:
         registry = CollectorRegistry()
         registry.register(Collector(source))
-        self._server, self._thread = start_http_server(port, address, registry)
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except OSError as error:
+            text = f"{error.strerror} (address {address!r}, port {port}; port 0 is any free one)"
+            raise type(error)(error.errno, text) from error
         self.address, self.port = address, int(self._server.server_port)
 
     def __repr__(self) -> str:

@@ -85,11 +85,12 @@ def check_request(
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if not 1 <= max_tokens <= room:
         raise RequestRefused(
-            f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed "
-            f"the {max_tokens_per_sequence} tokens that a sequence may have"
+            f"{len(prompt)} prompt tokens and an answer of up to {max(max_tokens, 1)} exceed the engine's "
+            f"max_tokens_per_sequence, {max_tokens_per_sequence} (by default what its pool holds, or what "
+            "the model is made for)"
         )
     if params.n > max_sequences:
-        raise RequestRefused(f"{params.n} samples exceed the {max_sequences} sequences that run at once")
+        raise RequestRefused(f"{params.n} samples exceed the engine's max_sequences, {max_sequences}")
     return prompt, max_tokens
 
 

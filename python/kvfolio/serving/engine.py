@@ -36,7 +36,7 @@ from .door import check_bandwidth, check_loop, check_request, check_step, check_
 from .figures import EngineStats, Meter
 from .flight import Flight, InThisThread
 from .hf_model import PagedModel
-from .request import Answer, Event, FinishReason, Request
+from .request import Answer, Event, FinishReason, Request, check_owner
 from .sampling import MAX_SEED, SamplingParams
 from .schedule import Schedule, Work, new_generator
 from .speculation import Drafter, propose
@@ -49,7 +49,7 @@ class Engine:
 
     `model`: any causal LM of transformers that attends through its attention interface; its weights, device
     and dtype stay as they are. Raises UnsupportedModel if its cache is of another kind.
-    `num_blocks`, `block_size`: of the pool, which the engine owns; KV storage for it is allocated here.
+    `num_blocks`, `block_size`: of `pool`, which the engine owns; KV storage for it is allocated here.
     `max_sequences`: how many answers are computed at once, at most.
     `max_tokens_per_step`: of all rows together; at least `max_sequences`, so that no answer stands still
     while prompts are computed, which are cut into pieces of what is left.
@@ -190,7 +190,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """See Request.cancel."""
-        self._own(request)
+        check_owner(request, self)
         for answer in request.answers:
             if not answer.is_finished:
                 self._end(answer, FinishReason.CANCELLED)
@@ -200,7 +200,7 @@ class Engine:
 
         Raises the request's error, if it failed, after the last event.
         """
-        self._own(request)
+        check_owner(request, self)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Event]:
@@ -491,10 +491,6 @@ class Engine:
         self._meter.end(answer)
 
     # Odds and ends
-
-    def _own(self, request: Request) -> None:
-        if request._engine is not self:
-            raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
 
     def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)

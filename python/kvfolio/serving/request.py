@@ -41,7 +41,12 @@ class Event:
 
 
 class Answer:
-    """One sample of a request. `token_ids` includes the stop token that ended it, `text` does not."""
+    """One sample of a request.
+
+    `token_ids` and `text`: what there is of it so far; the stop token that ended it is in the first and not
+    in the second, which is empty without a tokenizer. `finish_reason`: None until it has ended. `index`:
+    its number among the samples.
+    """
 
     def __init__(self, request: Request, index: int, text_stream: TextStream | None) -> None:
         self.request = request  #: whose sample it is
@@ -107,7 +112,11 @@ class Answer:
 
 
 class Request:
-    """What `Engine.submit` returns: the answers as they grow, the figures, a way to cancel."""
+    """What `Engine.submit` returns: the answers as they grow, the figures, a way to cancel.
+
+    `answers`: one for each of the `n` samples, `answers[0].token_ids` for instance. `events`: all so far.
+    `error`: why it failed, if it did. `id`: how many were submitted before it.
+    """
 
     def __init__(
         self,
@@ -174,3 +183,11 @@ class Request:
     def cancel(self) -> None:
         """End the answers that are not finished, at once; their blocks come free. Idempotent."""
         self._engine.cancel(self)
+
+
+def check_owner(request: object, engine: Engine) -> None:
+    """Refuse what is no request, and requests of other engines."""
+    if not isinstance(request, Request):
+        raise TypeError(f"request must be a Request, as submit returns it, not {type(request).__name__}")
+    if request._engine is not engine:
+        raise ValueError(f"request must be one of this engine's own, not {request!r} of another")
