@@ -61,6 +61,7 @@ REFUSED = [
     (without(NEXT, "linear_key_head_dim"), "linear_key_head_dim is missing"),
     (without(models.DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim is missing"),
     ([1, 2], "must be a JSON object, not list"),
+    ("config.json", r"must be a JSON object, not str: read_config.path.\.values reads a file"),
 ]  # fmt: skip
 
 
@@ -137,6 +138,8 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
         ({"lengths": [0]}, "lengths must be at least 1, not 0"),
         ({"lengths": [-8]}, "lengths must be at least 1, not -8"),
         ({"lengths": [1.5]}, "lengths must be an integer, not float"),
+        ({"lengths": 8192}, "lengths must be a sequence of integers, not int"),
+        ({"lengths": "8192"}, "lengths must be a sequence of integers, not str"),
         ({"block_sizes": [0]}, "block_sizes must be at least 1, not 0"),
     ],
 )

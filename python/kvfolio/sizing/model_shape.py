@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import layers
@@ -73,7 +74,8 @@ class ModelShape:
             A field is missing or wrong, or the layers are of a kind that is not known here.
         """
         if not isinstance(config, Mapping):
-            raise ConfigError(f"{source}: must be a JSON object, not {type(config).__name__}")
+            hint = ": read_config(path).values reads a file" if isinstance(config, str | Path) else ""
+            raise ConfigError(f"{source}: must be a JSON object, not {type(config).__name__}{hint}")
         notes = []
         text, outer = config, Fields(config, source)
         if config.get("text_config") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -166,6 +166,8 @@ def plan(
 
 
 def _numbers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} must be a sequence of integers, not {type(values).__name__}")
     numbers = tuple(_checks.integer(name, value, 1) for value in values)
     if not numbers:
         raise ValueError(f"{name} must have at least one number, not none")
