@@ -5,7 +5,13 @@ Data flows one way::
     ids -> BlockPool -> BlockTable -> Sequence -> Batch -> Plan -> kernels
 
 `BlockPool` hands out fixed-size blocks, `Sequence` keeps tokens and where their K and V lie, `Batch` runs
-sequences, and each of its steps is a `Plan`: the arrays that an attention kernel reads.
+sequences, and each of its steps is a `Plan`: the arrays that an attention kernel reads. `KVCache` has storage
+and kernels of its own.
+
+Modules to be imported by themselves: `kvfolio.serving`, an engine over Hugging Face models; `kvfolio.torch`
+and `kvfolio.ops`, plans and kernels for tensors; `kvfolio.exports`, a plan's arrays under other libraries'
+names; `kvfolio.metrics` and `kvfolio.events`, what a pool does; `kvfolio.sizing` and `kvfolio.simulation`,
+what one would do. Those that need more packages than numpy say which extra brings them.
 """
 
 from kvfolio._native import (

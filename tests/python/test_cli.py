@@ -27,6 +27,15 @@ def test_version_is_the_packages() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"kvfolio {kvfolio.__version__}")
 
 
+def test_the_package_is_the_command() -> None:
+    pytest.importorskip("typer")
+    command = [sys.executable, "-m", "kvfolio", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == run("--version").stdout
+    done = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, check=True)
+    assert "kvfolio [OPTIONS] COMMAND" in done.stdout
+
+
 def test_help_lists_the_commands_that_exist() -> None:
     pytest.importorskip("typer")
     done = run("--help")

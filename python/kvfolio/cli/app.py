@@ -37,7 +37,9 @@ def _options(
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="A local folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct."),
+        typer.Option(
+            help="A local folder, a GGUF file or a Hugging Face id; by default SmolLM2-135M-Instruct."
+        ),
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Write the report to stdout as JSON, and what is shown to stderr.")
@@ -87,7 +89,9 @@ def demo(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with a config.json, such a file, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder with a config.json, such a file, or a Hugging Face id.")
+    ],
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE[,SIZE...]", help="What each rank's device has, as 80GiB; or one a stage."),
@@ -205,7 +209,7 @@ def simulate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A folder with a config.json, such a file, or a hub id; by default OPT-13B's figures."
+            help="A folder with a config.json, such a file, or a Hugging Face id; by default OPT-13B."
         ),
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="By default the model's.")] = None,
