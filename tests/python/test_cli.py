@@ -46,6 +46,20 @@ def test_help_lists_the_commands_that_exist() -> None:
     assert "bench" in done.stdout
 
 
+def test_help_names_every_option_whole_in_80_columns() -> None:
+    typer = pytest.importorskip("typer")
+    from kvfolio.cli.app import app
+    from typer.testing import CliRunner
+
+    for name, command in typer.main.get_command(app).commands.items():
+        done = CliRunner().invoke(app, [name, "--help"], terminal_width=80, env={"COLUMNS": "80"})
+        words = done.output.replace(",", " ").split()
+        assert done.exit_code == 0
+        assert max(map(len, done.output.splitlines())) <= 80
+        options = [option for parameter in command.params for option in parameter.opts if option[:2] == "--"]
+        assert set(options) <= set(words), f"{name}: {set(options) - set(words)}"
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 @pytest.mark.parametrize(
     ("arguments", "extras"),

@@ -11,6 +11,7 @@ import kvfolio
 app = typer.Typer(
     name="kvfolio",
     help="The memory manager of the KV cache for LLM serving.",
+    rich_markup_mode=None,  # rich cuts option names off where the terminal is narrow
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -257,7 +258,7 @@ def simulate(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE.png|FILE.svg", help="Draw it; needs kvfolio\\[plot]."),
+        typer.Option("--plot", metavar="FILE.png|FILE.svg", help="Draw it; needs kvfolio[plot]."),
     ] = None,
 ) -> None:
     """Replay a trace of requests: hit rates, and managers of the KV cache side by side in the same memory.
