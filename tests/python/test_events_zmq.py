@@ -298,6 +298,10 @@ def test_publishers_say_what_is_wrong_with_them() -> None:
         ({"buffer_steps": -1}, "buffer_steps must be at least 0, not -1"),
         ({"hwm": 0}, "hwm must be at least 1, not 0"),
         ({"interval": 0}, "interval must be above 0"),
+        (
+            {"bind": None},
+            "endpoint must name the port to connect to, not 'tcp://127.0.0.1:0': with bind=True",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             publisher(pool, **options)

@@ -65,6 +65,12 @@ class Publisher:
             raise TypeError(f"pool must be a BlockPool, not {type(pool).__name__}{own}")
         buffer_steps = _checks.integer("buffer_steps", buffer_steps, 0)
         hwm = _checks.integer("hwm", hwm, 1)
+        bind = _is_to_bind(endpoint) if bind is None else bind
+        if not bind and endpoint.endswith(":0"):
+            raise ValueError(
+                f"endpoint must name the port to connect to, not {endpoint!r}: with bind=True port 0 is any "
+                "free one"
+            )
         if not 0 < interval < 3600:
             raise ValueError(f"interval must be above 0 and below 3600 seconds, not {interval}")
         self._interval = interval
@@ -81,7 +87,7 @@ class Publisher:
         try:
             self._pub.set_hwm(hwm)
             self._replay.set(zmq.SNDHWM, 2 * (buffer_steps + 1))
-            self.endpoint = _attach(self._pub, endpoint, _is_to_bind(endpoint) if bind is None else bind)
+            self.endpoint = _attach(self._pub, endpoint, bind)
             self.replay_endpoint = replay_endpoint and _attach(self._replay, replay_endpoint, True)
         except BaseException:
             self._close_sockets()
