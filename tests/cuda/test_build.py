@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-import subprocess
 import sys
 
+import programs
 import pytest
 import toolchain
 
@@ -48,11 +48,10 @@ def load(cache, **environment):
         "TORCH_CUDA_ARCH_LIST": "9.0",
         "NVCC_APPEND_FLAGS": "-DKVFOLIO_HEAD_DIMS=64 -Xcicc -O0 -Xptxas -O0",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER], capture_output=True, text=True, check=False, env=kept | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), done.stderr
+    command = [sys.executable, "-c", LOADER]
+    status, out, err = programs.run("the library, built or loaded", command, kept | environment)
+    assert status == 0, err
+    return out.strip(), err
 
 
 def test_the_library_is_built_once_and_loaded_without_a_gpu():
