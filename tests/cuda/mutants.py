@@ -1,7 +1,7 @@
-"""Kernels that are broken at many places, each in one program by a switch: what breaks it, and what should notice.
+"""Kernels that are broken at many places, all in one program, which a switch chooses among.
 
-A mutant is one or more edits of a source. All are made in one copy of the sources, each so that it is in force
-only where the environment has its number: so they cost one build for each sanitizer, not one for each mutant.
+A mutant is one or more edits of a source. All are made in one copy of the sources, each so that it is in
+force only where the environment has its number: so they cost one build for each sanitizer, not each mutant.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Mutant:
     edits: tuple[Edit, ...]
 
 
-def without_barrier(name, file, at, killer):
+def without_barrier(name, killer, file, at):
     """Mutant of a barrier that is left out; only ThreadSanitizer may see it."""
     return Mutant(name, RACE, killer, (Edit(file, at, "__syncthreads();", ""),))
 

@@ -15,7 +15,7 @@ _spent: dict[str, list[float]] = defaultdict(list)
 
 
 def run(what: str, command: list[str], env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """The status of a command, and what it wrote to stdout and stderr. Its CPU seconds are noted for `what`."""
+    """The status of a command, and what it wrote to stdout and stderr; its CPU seconds count as `what`."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=env)
         limit = threading.Timer(LIMIT_S, process.kill)

@@ -1,9 +1,9 @@
 """Kernels that are broken at one place: for each, a test of ours fails, and what it fails of is told here.
 
-Where the fault is of memory or of order, a sanitizer has to report it: AddressSanitizer, for which every slot that no
-sequence owns is forbidden, or ThreadSanitizer. What only computes something else cannot be seen by either, and is for
-the tests against float64. The tests are those of the other files, which pass with the sources as they are; they are
-called as pytest calls them, with a program of the broken sources.
+Where the fault is of memory or of order, a sanitizer has to report it: AddressSanitizer, for which every slot
+that no sequence owns is forbidden, or ThreadSanitizer. What only computes something else cannot be seen by
+either, and is for the tests against float64. The tests are those of the other files, which pass with the
+sources as they are; they are called as pytest calls them, with a program of the broken sources.
 """
 
 from __future__ import annotations
@@ -63,19 +63,14 @@ def table(runner):
 LOAD = "if (tile + S::kStages - 1 < last) load_tile(tile + S::kStages - 1);"
 MUTANTS = [
     # Order
-    without_barrier(
-        "no barrier before the first places are read", "attention.cuh", "the places are there for all", silent("tsan")
-    ),
-    without_barrier(
-        "no barrier before a tile is used", "attention.cuh", "the tile is there for all", silent("tsan")
-    ),
-    without_barrier(
-        "no barrier before results take the place of keys", "attention.cuh", "// nobody reads queries",
-        silent("tsan"),
-    ),
-    without_barrier(
-        "no barrier between writing and reading results", "attention.cuh", "results of all warps", silent("tsan")
-    ),
+    without_barrier("no barrier before the first places are read", silent("tsan"),
+        "attention.cuh", "the places are there for all"),
+    without_barrier("no barrier before a tile is used", silent("tsan"),
+        "attention.cuh", "the tile is there for all"),
+    without_barrier("no barrier before results take the place of keys", silent("tsan"),
+        "attention.cuh", "// nobody reads queries"),
+    without_barrier("no barrier between writing and reading results", silent("tsan"),
+        "attention.cuh", "results of all warps"),
     Mutant(
         "a tile is loaded over the one that is worked on", RACE, silent("tsan", DESCENDING),
         (
@@ -87,15 +82,12 @@ MUTANTS = [
         "attention.cuh", "S::kStages - 2", "S::kStages - 1"),
     one("places of one tile only", RACE, silent("tsan"),
         "attention.cuh", "tile % S::kPlaces", "0", lines=2),
-    without_barrier(
-        "the sum is cleared while it is read", "plan_attention.cuh", "// before it is cleared again", work_list
-    ),
-    without_barrier(
-        "the largest is read before all have told theirs", "plan_attention.cuh", "// all have told", work_list
-    ),
-    without_barrier(
-        "warps' totals are read before they are there", "plan_attention.cuh", "// totals of all warps", work_list
-    ),
+    without_barrier("the sum is cleared while it is read", work_list,
+        "plan_attention.cuh", "// before it is cleared again"),
+    without_barrier("the largest is read before all have told theirs", work_list,
+        "plan_attention.cuh", "// all have told"),
+    without_barrier("warps' totals are read before they are there", work_list,
+        "plan_attention.cuh", "// totals of all warps"),
     one("merges are not counted atomically", RACE, work_list,
         "plan_attention.cuh", "atomicAdd(&header->num_merges, 1)", "header->num_merges++"),
     # Memory

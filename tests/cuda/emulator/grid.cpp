@@ -108,8 +108,9 @@ void wait(State state, const char* operation, Where where) {
 }
 
 bool same_place(const Thread& a, const Thread& b) {
+  const char *one = a.where.file_name(), *other = b.where.file_name();
   return a.mask == b.mask && a.complete == b.complete && a.where.line() == b.where.line() &&
-         std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
+         (one == other || std::strcmp(one, other) == 0);
 }
 
 // Lets one group of lanes of a warp go on, if all that it waits for are there.
@@ -140,11 +141,12 @@ bool complete_in_warp(unsigned warp) {
       operands[k] = t.operands;
       released[k] = &t.released[t.warp_barriers & 1];
     }
-    if (first.complete != nullptr) first.complete(operands);
+    const bool orders = first.complete == nullptr;  // as only __syncwarp does
+    if (!orders) first.complete(operands);
     for (unsigned k = 0; k < lanes; k++) {
       if (!(mask >> k & 1)) continue;
       Thread& t = g.threads[base + k];
-      std::copy(released, released + kWarp, t.seen);
+      if (orders) std::copy(released, released + kWarp, t.seen);
       t.state = State::runnable;
       g.ready.push_back(base + k);
     }
