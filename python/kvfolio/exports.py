@@ -110,7 +110,10 @@ def flash_attention_3(plan: PlanLike) -> Arrays:
 
 
 def flashinfer(plan: PlanLike) -> Arrays:
-    """For `plan` of FlashInfer's wrappers with paged KV: `qo_indptr` for prefill, the others for decode, too.
+    """For `plan` of FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`, which takes single queries, too.
+
+    `plan` of `BatchDecodeWithPagedKVCacheWrapper` takes the last three, as `indptr`, `indices` and
+    `last_page_len`: give them by place.
 
     All int32. Every row has a page, so ``1 <= paged_kv_last_page_len <= page_size`` holds. `plan` looks at
     all but the indices on the CPU, so arrays that come from there cost no synchronisation.

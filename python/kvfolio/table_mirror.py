@@ -30,6 +30,8 @@ class PlanMessage:
 class TableMirror:
     """The tables of a batch in another process, which makes every array of each of its plans.
 
+    The two ends::
+
         plan.to_bytes()           # here: linear in what the step changes, whatever the context's length
         mirror.take(message)      # there: a MirroredPlan, with the arrays of the plan
 

@@ -1,10 +1,12 @@
 """Plans as torch tensors, on the device that the model is on.
 
-buffers = kvfolio.torch.PlanBuffers(batch, device="cuda")
-table = kvfolio.torch.DeviceTable(batch, device="cuda")
-plan = buffers.plan()               # one copy to the device brings all arrays there
-table.update(plan)
-buffers.tensors["slot_mapping"]     # the same tensors in every step, as CUDA graphs want them
+In a loop::
+
+    buffers = kvfolio.torch.PlanBuffers(batch, device="cuda")
+    table = kvfolio.torch.DeviceTable(batch, device="cuda")
+    plan = buffers.plan()               # one copy to the device brings all arrays there
+    table.update(plan)
+    buffers.tensors["slot_mapping"]     # the same tensors in every step, as CUDA graphs want them
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ BANDWIDTH_SHARE = 0.5  # of what the memory can do; long reads reach more, steps
 class Binding(StrEnum):
     """What there is too little of."""
 
-    IDLE = "idle"
-    MEMORY_SPACE = "memory space"
-    QUEUE = "queue"
-    TOKEN_BUDGET = "token budget"
-    MEMORY_BANDWIDTH = "memory bandwidth"
-    STEP_TIME = "step time"
+    IDLE = "idle"  #: nothing to do
+    MEMORY_SPACE = "memory space"  #: blocks of the pool
+    QUEUE = "queue"  #: rows of the batch
+    TOKEN_BUDGET = "token budget"  #: tokens of a step
+    MEMORY_BANDWIDTH = "memory bandwidth"  #: bytes per second, of weights and KV
+    STEP_TIME = "step time"  #: computing, or overhead
 
 
 @dataclass(frozen=True)

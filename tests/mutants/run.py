@@ -5,9 +5,9 @@ Each `*.patch` beside this file begins with a line that says what it breaks and 
     # A dropped claim does not release. Killed by: loom models::who_gets_a_block_comes_after_all_who_shared_it
 
 The test is one of the pool's own, under the model checker (`loom`) or under seeded schedules
-(`schedules`). The pool and what it builds on are copied into `target/mutants`, as a crate that builds in
-seconds, and one patch at a time is applied there. Fails if a patch does not apply or build, or if a test
-fails without a patch or passes with it. Arguments choose patches by name.
+(`schedules`). The pool and what it builds on are copied into `target/mutants`, once for either kind of test,
+as a crate that builds in seconds, and one patch at a time is applied there. Fails if a patch does not apply
+or build, or if a test fails without a patch or passes with it. Arguments choose patches by name.
 """
 
 import json
@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "target" / "mutants"
-COPY = TARGET / "source"
 SOURCES = Path("rust/core/src")
 MODULES = ["context", "error", "holds", "ids", "key", "pool", "sync"]
 CRATES = ["parking_lot", "sha2", "thiserror"]
@@ -101,31 +101,73 @@ def sources() -> dict[Path, bytes]:
     return files
 
 
-def copy_sources() -> None:
-    """Make the copy what the sources are. A file that is so already keeps its time, for cargo to see it."""
-    files = sources()
-    for path in (COPY / SOURCES).rglob("*.rs"):
-        if path.relative_to(COPY) not in files:
-            path.unlink()
-    for name, text in files.items():
-        path = COPY / name
-        if not path.exists() or path.read_bytes() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text)
-    if not (COPY / "Cargo.lock").exists():
-        (COPY / "Cargo.lock").write_bytes((ROOT / "Cargo.lock").read_bytes())
+@dataclass
+class Workshop:
+    """Where mutants are made and judged by tests of one kind."""
 
+    cfg: str
 
-def build(cfg: str) -> Path:
-    """The tests, as a program."""
-    command = ["cargo", "test", "--lib", "--no-run", "--quiet", "--message-format=json"]
-    env = os.environ | {"RUSTFLAGS": f"--cfg {cfg}", "CARGO_TARGET_DIR": str(TARGET / cfg)}
-    built = subprocess.run(command, cwd=COPY, env=env, text=True, capture_output=True, check=False)
-    messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
-    if built.returncode != 0:
-        errors = [message["message"]["rendered"] for message in messages if "message" in message]
-        raise Unfit("does not build:\n" + "\n".join(errors) + built.stderr)
-    return Path(next(message["executable"] for message in messages if message.get("executable")))
+    @property
+    def copy(self) -> Path:
+        return TARGET / f"source-{self.cfg}"
+
+    def copy_sources(self) -> None:
+        """Make the copy what the sources are. A file that is so already keeps its time, which cargo sees."""
+        files = sources()
+        for path in (self.copy / SOURCES).rglob("*.rs"):
+            if path.relative_to(self.copy) not in files:
+                path.unlink()
+        for name, text in files.items():
+            path = self.copy / name
+            if not path.exists() or path.read_bytes() != text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text)
+        if not (self.copy / "Cargo.lock").exists():
+            (self.copy / "Cargo.lock").write_bytes((ROOT / "Cargo.lock").read_bytes())
+
+    def build(self) -> Path:
+        """The tests, as a program."""
+        command = ["cargo", "test", "--lib", "--no-run", "--quiet", "--message-format=json"]
+        env = os.environ | {"RUSTFLAGS": f"--cfg {self.cfg}", "CARGO_TARGET_DIR": str(TARGET / self.cfg)}
+        built = subprocess.run(command, cwd=self.copy, env=env, text=True, capture_output=True, check=False)
+        messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
+        if built.returncode != 0:
+            errors = [message["message"]["rendered"] for message in messages if "message" in message]
+            raise Unfit("does not build:\n" + "\n".join(errors) + built.stderr)
+        return Path(next(message["executable"] for message in messages if message.get("executable")))
+
+    def is_killed(self, mutant: Mutant) -> bool:
+        """Whether the test fails by the mutant."""
+        command = ["git", "apply", "-C1", "--unsafe-paths", "--directory", str(self.copy), str(mutant.patch)]
+        applied = subprocess.run(command, cwd="/", text=True, capture_output=True, check=False)
+        if applied.returncode != 0:
+            raise Unfit(f"does not apply:\n{applied.stderr}")
+        try:
+            return not passes(self.build(), mutant.test)
+        finally:
+            self.copy_sources()
+
+    def judge(self, mutants: list[Mutant]) -> list[str]:
+        """What is wrong, with the tests as they are and with each mutant."""
+        if not mutants:
+            return []
+        self.copy_sources()
+        program = self.build()
+        tests = sorted({mutant.test for mutant in mutants})
+        failures = [
+            f"{self.cfg} {test} fails without a mutant" for test in tests if not passes(program, test)
+        ]
+        for mutant in mutants:
+            start = time.monotonic()
+            try:
+                outcome = "killed by" if self.is_killed(mutant) else "PASSES"
+            except Unfit as unfit:
+                outcome = f"UNFIT: {unfit}\n"
+            if outcome != "killed by":
+                failures.append(f"{mutant.name}: {outcome}")
+            seconds = time.monotonic() - start
+            print(f"{seconds:4.0f} s  {mutant.name:36} {outcome} {self.cfg} {mutant.test}", flush=True)
+        return failures
 
 
 def passes(program: Path, test: str) -> bool:
@@ -140,42 +182,14 @@ def passes(program: Path, test: str) -> bool:
     return done.returncode == 0
 
 
-def judge(mutant: Mutant) -> bool:
-    """Whether the test fails by the mutant."""
-    command = ["git", "apply", "-C1", "--unsafe-paths", "--directory", str(COPY), str(mutant.patch)]
-    applied = subprocess.run(command, cwd="/", text=True, capture_output=True, check=False)
-    if applied.returncode != 0:
-        raise Unfit(f"does not apply:\n{applied.stderr}")
-    try:
-        return not passes(build(mutant.cfg), mutant.test)
-    finally:
-        copy_sources()
-
-
 def main() -> int:
     names = sys.argv[1:] or sorted(path.stem for path in Path(__file__).parent.glob("*.patch"))
     mutants = [Mutant.read(Path(__file__).with_name(f"{name}.patch")) for name in names]
     began = time.monotonic()
-    copy_sources()
-    failures = []
-    for cfg in CFGS:
-        chosen = [mutant for mutant in mutants if mutant.cfg == cfg]
-        program = build(cfg) if chosen else None
-        tests = sorted({mutant.test for mutant in chosen})
-        unfit = [test for test in tests if program and not passes(program, test)]
-        failures += [f"{cfg} {test} fails without a mutant" for test in unfit]
-        for mutant in chosen:
-            start = time.monotonic()
-            try:
-                outcome = "killed by" if judge(mutant) else "PASSES"
-            except Unfit as unfit:
-                outcome = f"UNFIT: {unfit}\n"
-            if outcome != "killed by":
-                failures.append(f"{mutant.name}: {outcome}")
-            print(
-                f"{time.monotonic() - start:4.0f} s  {mutant.name:36} {outcome} {cfg} {mutant.test}",
-                flush=True,
-            )
+    with ThreadPoolExecutor() as pool:
+        chosen = [[mutant for mutant in mutants if mutant.cfg == cfg] for cfg in CFGS]
+        judged = pool.map(lambda cfg, own: Workshop(cfg).judge(own), CFGS, chosen)
+        failures = [failure for own in judged for failure in own]
     print(f"{len(mutants)} mutants, {len(failures)} failures, {time.monotonic() - began:.0f} s")
     for failure in failures:
         print(failure, file=sys.stderr)

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from kvfolio.sizing import Deployment, ModelShape, plan
 from test_cli import run
 
 pytest.importorskip("typer")
-PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
 
 
 @pytest.fixture
@@ -151,20 +148,3 @@ def test_it_needs_neither_torch_nor_transformers(folder: Path) -> None:
         "plan", str(folder), "--kv-memory", "8GiB", without=("torch", "transformers", "huggingface_hub")
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_example_on_the_page_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's configuration, command and tables belong together."""
-    text = PAGE.read_text()
-    (config,) = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
-    console, *more = re.findall(r"```console\n\$ kvfolio (.*?)\n(.*?)```", text, flags=re.DOTALL)
-    assert not more
-    command, output = console
-    file = tmp_path / "gpt-oss-20b.json"
-    file.write_text(config)
-    monkeypatch.setenv("COLUMNS", "110")
-    done = run(*shlex.split(command.replace(file.name, str(file))))
-    assert done.returncode == 0
-    assert [
-        line.rstrip() for line in done.stdout.replace(str(file), file.name).splitlines()
-    ] == output.splitlines()

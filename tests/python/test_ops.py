@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import types
 
 import kvfolio as kv
 import numpy as np
 import pytest
-from attention_reference import Bench, HandMadePlan, assert_close, attention, fill
+from attention_reference import Bench, HandMadePlan, assert_close, fill
 
 torch = pytest.importorskip("torch")
 
+import attention_stand_ins  # noqa: E402
 from kvfolio import _device_cache, ops  # noqa: E402
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -249,67 +249,10 @@ def test_the_workspace_grows_with_what_it_has_to_hold():
     assert ops.workspace_bytes(256, 256, 32, 8, 128, 0) < 20_000
 
 
-def gathered(tables, lengths, pages):
-    block_size = pages.shape[1]
-    for table, length in zip(tables, lengths, strict=True):
-        positions = torch.arange(int(length))
-        yield pages[table[positions // block_size].long(), positions % block_size]
-
-
-def stand_in_for_flash_attn():
-    """Its function as documented, on float64."""
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
-        lengths = cu_seqlens_k.diff().tolist()
-        assert causal and max_seqlen_k == max(lengths) and max_seqlen_q == int(cu_seqlens_q.diff().max())
-        options = {"scale": softmax_scale, "logit_softcap": softcap or None, "alibi_slopes": alibi_slopes}
-        options["sliding_window"] = None if window_size == (-1, -1) else window_size[0] + 1
-        spans = [slice(*span) for span in cu_seqlens_q.unfold(0, 2, 1).tolist()]
-        parts = zip(spans, gathered(block_table, lengths, k), gathered(block_table, lengths, v), strict=True)
-        outs, lses = zip(*[attention(q[span], *kv_of, **options) for span, *kv_of in parts], strict=True)
-        out = torch.from_numpy(np.concatenate(outs)).to(q.dtype)
-        return out, torch.from_numpy(np.concatenate(lses)).float().T, None
-
-    return types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-
-
-def stand_in_for_flashinfer():
-    class BatchPrefillWithPagedKVCacheWrapper:
-        def __init__(self, workspace, layout):
-            assert layout == "NHD"
-
-        def plan(
-            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-            num_kv_heads, head_dim_qk, page_size, *, causal, sm_scale, window_left, logits_soft_cap,
-            q_data_type, kv_data_type,
-        ):  # fmt: skip
-            pages = paged_kv_indptr.diff()
-            lengths = (pages - 1) * page_size + paged_kv_last_page_len
-            tables = [paged_kv_indices[a:b] for a, b in paged_kv_indptr.unfold(0, 2, 1).tolist()]
-            window = None if window_left < 0 else window_left + 1
-            options = {"scale": sm_scale, "sliding_window": window, "logit_softcap": logits_soft_cap}
-            self.planned = qo_indptr, tables, lengths, options
-
-        def run(self, q, paged, return_lse):
-            starts, tables, lengths, options = self.planned
-            spans = [slice(*span) for span in starts.unfold(0, 2, 1).tolist()]
-            parts = zip(spans, *(gathered(tables, lengths, side) for side in paged), strict=True)
-            outs, lses = zip(*[attention(q[span], *kv_of, **options) for span, *kv_of in parts], strict=True)
-            lse = torch.from_numpy(np.concatenate(lses)).float() / math.log(2)
-            return torch.from_numpy(np.concatenate(outs)).to(q.dtype), lse
-
-    return types.SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)
-
-
 @pytest.mark.parametrize("names", [[], ["scale", "sliding_window", "logit_softcap"]])
 @pytest.mark.parametrize("backend", ["flashinfer", "flash_attn"])
 def test_other_libraries_get_a_plans_arrays_as_they_want_them(monkeypatch, backend, names):
-    stand_in = {"flashinfer": stand_in_for_flashinfer, "flash_attn": stand_in_for_flash_attn}[backend]()
-    monkeypatch.setitem(sys.modules, backend, stand_in)
+    monkeypatch.setitem(sys.modules, backend, getattr(attention_stand_ins, backend)())
     bench = Bench(make_cache(backend=backend), [1, 50, 90])
     for _ in range(2):
         _, got, expected = bench.step(8, **{name: OPTIONS[name] for name in names})

@@ -1,21 +1,39 @@
-"""What is in the wheel that `make wheel` built."""
+"""What is in the wheel that the tests run on. `make wheel` checks what else a release needs."""
 
+import json
+import re
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
-WHEELS = sorted((Path(__file__).parents[2] / "dist").glob("kvfolio-*.whl"))
+ROOT = Path(__file__).parents[2]
+WHEELS = sorted((ROOT / "target" / "wheel").glob("kvfolio-*.whl"))
 
-SOURCES = [path.name for path in (Path(__file__).parents[2] / "cuda").iterdir()]
+SOURCES = [path.name for path in (ROOT / "cuda").iterdir()]
 
-pytestmark = pytest.mark.skipif(not WHEELS, reason="no wheel in dist/: `make wheel` builds it")
+pytestmark = pytest.mark.skipif(not WHEELS, reason="no wheel in target/wheel: `make test-python` builds it")
 
 
 @pytest.fixture(scope="module")
-def names():
+def wheel():
     with zipfile.ZipFile(WHEELS[-1]) as wheel:
-        return wheel.namelist()
+        yield wheel
+
+
+@pytest.fixture(scope="module")
+def names(wheel):
+    return wheel.namelist()
+
+
+@pytest.fixture(scope="module")
+def linked_crates():
+    """(name, version) of every crate of others that is linked, or whose macros' output is."""
+    command = ["cargo", "tree", "--locked", "-p", "kvfolio-py", "-e", "normal", "--prefix", "none"]
+    tree = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    crates = set(re.findall(r"^(\S+) v(\S+)", tree, flags=re.MULTILINE))
+    return {(name, version) for name, version in crates if not name.startswith("kvfolio")}
 
 
 def test_the_wheel_is_under_ten_megabytes():
@@ -47,6 +65,21 @@ def test_the_wheel_has_one_top_level_package(names):
 def test_the_wheel_carries_both_licences(names):
     carried = {Path(name).name for name in names}
     assert {"LICENSE-MIT", "LICENSE-APACHE"} <= carried
+
+
+def test_the_wheel_carries_the_licence_of_every_crate_in_it(wheel, names, linked_crates):
+    (path,) = (name for name in names if name.endswith("/LICENSE-THIRD-PARTY"))
+    licensed = re.findall(r"^- (\S+) ([^\s,]+)", wheel.read(path).decode(), flags=re.MULTILINE)
+    assert len(linked_crates) > 40
+    # `make licenses` collects them anew.
+    assert linked_crates - set(licensed) == set()
+
+
+def test_the_wheel_carries_a_bill_of_what_is_in_it(wheel, names, linked_crates):
+    (path,) = (name for name in names if "/sboms/" in name)
+    bill = json.loads(wheel.read(path))
+    assert bill["bomFormat"] == "CycloneDX"
+    assert linked_crates <= {(component["name"], component["version"]) for component in bill["components"]}
 
 
 def test_the_wheel_serves_every_later_python():

@@ -1,5 +1,7 @@
 """What changes in a pool's prefix cache, for routers and whoever else wants to know what is cached where.
 
+Who serves, publishes::
+
     pool = kvfolio.BlockPool(num_blocks, block_size, events=True)
     with Publisher(pool, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558"):
         ...  # serve

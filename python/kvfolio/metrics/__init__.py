@@ -1,5 +1,7 @@
 """Figures of a pool or an engine for Prometheus.
 
+One call::
+
     server = kvfolio.metrics.serve(engine, port=9400)
 
 They are read when somebody asks for them, from the counters that pool and engine keep anyway: reading costs a

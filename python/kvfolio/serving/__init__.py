@@ -1,5 +1,7 @@
 """A small continuous-batching engine over any Hugging Face causal LM.
 
+One request, token by token::
+
     engine = Engine(model, num_blocks=512, block_size=16, max_sequences=8, tokenizer=tokenizer)
     request = engine.submit(prompt_token_ids, SamplingParams(max_tokens=64))
     for event in engine.stream(request):
@@ -9,9 +11,9 @@ The engine is also the model of how to use the rest of the package: whoever writ
 by reading `engine.py`, `flight.py` for one step of it, and `hf_model.py` for how a model comes to write and
 read the cache.
 
-    result = beam_search(model, prompts, num_beams=4, max_tokens=64)
+Beam search finds the likeliest answers, with beams that share blocks::
 
-finds the likeliest answers, with beams that share blocks.
+    result = beam_search(model, prompts, num_beams=4, max_tokens=64)
 """
 
 from __future__ import annotations

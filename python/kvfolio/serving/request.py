@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class FinishReason(StrEnum):
     """Why an answer ended."""
 
-    STOP = "stop"  # the end of sequence, a stop token or a stop string
-    LENGTH = "length"  # max_tokens
-    CANCELLED = "cancelled"
-    ERROR = "error"  # see Request.error
+    STOP = "stop"  #: the end of sequence, a stop token or a stop string
+    LENGTH = "length"  #: max_tokens
+    CANCELLED = "cancelled"  #: by `Request.cancel`
+    ERROR = "error"  #: see Request.error
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Answer:
     """One sample of a request. `token_ids` includes the stop token that ended it, `text` does not."""
 
     def __init__(self, request: Request, index: int, text_stream: TextStream | None) -> None:
-        self.request = request
-        self.index = index
-        self.seed = request.seed + index
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: FinishReason | None = None
-        self.num_preemptions = 0
-        self.first_token_at: float | None = None  # seconds, by time.perf_counter
-        self.last_token_at: float | None = None
+        self.request = request  #: whose sample it is
+        self.index = index  #: among the samples, from 0
+        self.seed = request.seed + index  #: of its random numbers
+        self.token_ids: list[int] = []  #: so far; the stop token that ended it is the last
+        self.text = ""  #: so far, without what is held back; empty without a tokenizer
+        self.finish_reason: FinishReason | None = None  #: None: it has not ended
+        self.num_preemptions = 0  #: how often its blocks were taken back
+        self.first_token_at: float | None = None  #: seconds, by time.perf_counter; None before
+        self.last_token_at: float | None = None  #: the same, of the latest token
         self._text_stream = text_stream
 
     def __repr__(self) -> str:
@@ -123,19 +123,22 @@ class Request:
         on_token: Callable[[Event], None] | None,
         submitted_at: float,
     ) -> None:
-        self.id = request_id
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.on_token = on_token
-        self.submitted_at = submitted_at
-        self.admitted_at: float | None = None
-        self.cached_tokens: int | None = None  # of the prompt, found at the first admission; None before
-        self.recovered_tokens = 0  # found again after preemptions: its own earlier work, no hit on others'
-        self.error: BaseException | None = None
-        self.events: list[Event] = []  # all so far, in order
+        self.id = request_id  #: the number of its submission to the engine, from 0
+        self.prompt_token_ids = prompt_token_ids  #: as it was submitted
+        self.params = params  #: as they were submitted
+        self.max_tokens = max_tokens  #: the most tokens of an answer
+        self.seed = seed  #: of its first sample; the others count on from there
+        self.stop_token_ids = stop_token_ids  #: which end an answer, the model's own included
+        self.on_token = on_token  #: called with each event
+        self.submitted_at = submitted_at  #: seconds, by time.perf_counter
+        self.admitted_at: float | None = None  #: the same, of its first admission; None before
+        #: Tokens of the prompt found in the cache at the first admission; None before.
+        self.cached_tokens: int | None = None
+        #: Tokens found again after preemptions: its own earlier work, no hit on others'.
+        self.recovered_tokens = 0
+        self.error: BaseException | None = None  #: why it failed, if it did
+        self.events: list[Event] = []  #: all so far, in order
+        #: One for each of the `n` samples.
         self.answers = [Answer(self, index, stream) for index, stream in enumerate(text_streams)]
         self._engine = engine
 

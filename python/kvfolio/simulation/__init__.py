@@ -1,5 +1,7 @@
 """Simulation: what a manager of the KV cache would bring on a trace of requests.
 
+Two questions::
+
     read_trace -> hit_rates                          what a prefix cache finds, by policy and capacity
     read_trace -> make_workload -> compare           reserving and paging, in the same memory
 

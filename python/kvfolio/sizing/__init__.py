@@ -1,5 +1,7 @@
 """How much memory a model's KV cache takes, and how many sequences fit: what `kvfolio plan` prints.
 
+Data flows one way::
+
     config.json -> ModelShape -> plan(shape, Deployment(...)) -> SizingPlan
 
 Nothing here needs torch or transformers.

@@ -101,7 +101,7 @@ impl PyBatch {
         self.pool.clone_ref(py)
     }
 
-    /// Rows.
+    /// How many rows there are.
     #[getter]
     fn max_sequences(&self) -> usize {
         self.batch.max_sequences()
@@ -135,7 +135,7 @@ impl PyBatch {
         Ok(row)
     }
 
-    /// Take a sequence out of its row; it keeps its blocks.
+    /// Take a sequence out of its row; it keeps its blocks. Raises ValueError for a row without one.
     fn remove(&self, py: Python<'_>, row: Any<'_, '_>) -> Result<Py<PySequence>> {
         let row = arguments::count("row", row, 0)?;
         let sequence = self.batch.remove(row)?;
@@ -143,26 +143,33 @@ impl PyBatch {
     }
 
     /// Take a sequence out of its row and drop its blocks; tokens stay, and published blocks stay findable.
+    ///
+    /// Raises ValueError for a row without one.
     fn preempt(&self, py: Python<'_>, row: Any<'_, '_>) -> Result<Py<PySequence>> {
         let row = arguments::count("row", row, 0)?;
         let sequence = self.batch.preempt(row)?;
         Ok(self.take_admitted(py, row, sequence)?)
     }
 
-    /// Append one token to each of some rows. All or nothing.
+    /// Append one token to each of some rows, which are distinct. All or nothing.
+    ///
+    /// Raises ValueError for a row without a sequence, for another number of tokens, and beyond `max_tokens_per_sequence`.
     fn extend(&self, rows: Any<'_, '_>, token_ids: Any<'_, '_>) -> Result<()> {
         let rows = arguments::counts("rows", rows)?;
         Ok(self.batch.extend(&rows, &arguments::tokens("token_ids", token_ids)?)?)
     }
 
-    /// Append one token whose id is not known yet to each of some rows. All or nothing.
+    /// Append one token whose id is not known yet to each of some rows, which are distinct. All or nothing.
+    ///
+    /// Raises ValueError for a row without a sequence, and beyond `max_tokens_per_sequence`.
     fn extend_unknown(&self, rows: Any<'_, '_>) -> Result<()> {
         Ok(self.batch.extend_unknown(&arguments::counts("rows", rows)?)?)
     }
 
     /// Row rows[i], by default i, goes on as a fork of row parents[i], all at once; other rows stay.
     ///
-    /// Handles stay with their rows. For beam search. Raises PlanInFlight.
+    /// Handles stay with their rows. For beam search. Raises PlanInFlight if a plan in flight names one of them, ValueError
+    /// for a row without a sequence.
     #[pyo3(signature = (parents, rows = None))]
     fn reorder(&self, parents: Any<'_, '_>, rows: Option<Any<'_, '_>>) -> Result<()> {
         let parents = arguments::counts("parents", parents)?;
@@ -170,6 +177,8 @@ impl PyBatch {
     }
 
     /// How many free blocks are missing for a plan of the same arguments; 0 means that it fits.
+    ///
+    /// Quarantined blocks do not count as free: they come with the end of the plans in flight. Raises ValueError as `plan`.
     #[pyo3(signature = (max_tokens = None, *, rows = None, num_tokens = None))]
     fn shortfall(
         &self,
@@ -184,7 +193,8 @@ impl PyBatch {
     /// Allocate for the next step: all of it or, if `partial`, the rows that fit.
     ///
     /// `rows` are served in the order given, by default all in admission order; each takes at most `num_tokens` (one number, or
-    /// one a row) of its pending tokens, all together at most `max_tokens`. Raises OutOfBlocks, and has changed nothing then.
+    /// one a row) of its pending tokens, all together at most `max_tokens`. Raises OutOfBlocks, and has changed nothing then;
+    /// ValueError for a row without a sequence or named twice, and for `max_tokens` below 1.
     ///
     /// `out` is memory of the caller's that all arrays are written into, padded; the plan's arrays are views of it then,
     /// and change with the next plan that is written there.

@@ -101,13 +101,13 @@ pub(crate) fn cpu_capabilities() -> Vec<&'static str> {
     kernels::cpu_capabilities()
 }
 
-/// How many threads kernels use.
+/// How many threads kernels use: what was set, else `KVFOLIO_NUM_THREADS` or `OMP_NUM_THREADS`, else one a CPU.
 #[pyfunction]
 pub(crate) fn get_num_threads() -> usize {
     kernels::num_threads()
 }
 
-/// Sets how many threads kernels use.
+/// Sets how many threads kernels use, from 1 to 4096; else ValueError.
 #[pyfunction]
 pub(crate) fn set_num_threads(num_threads: &Bound<'_, PyAny>) -> PyResult<()> {
     let found = arguments::count("num_threads", num_threads, 1)?;

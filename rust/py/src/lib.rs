@@ -26,6 +26,8 @@ mod table;
 use pyo3::prelude::*;
 
 /// How many blocks `num_tokens` take, and how many slots of the last one stay empty.
+///
+/// Raises ValueError for a negative number of tokens, or a block size below 1.
 #[pyfunction]
 fn block_layout(
     num_tokens: &Bound<'_, PyAny>,

@@ -215,7 +215,7 @@ impl PyPlan {
         self.plan.is_rolled_back()
     }
 
-    /// T.
+    /// T, the tokens of this step.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.arrays().num_tokens()
@@ -236,7 +236,8 @@ impl PyPlan {
     /// The step's K and V are written, or queued before whatever reads them: its tokens are computed.
     ///
     /// `num_accepted`, one number a row: only so many of its tokens stand, as with drafts; the rest and what was behind them
-    /// was never there. Plans end in the order they were made: else PlanInFlight. StaleHandle if it has ended.
+    /// was never there. Plans end in the order they were made: else PlanInFlight. StaleHandle if it has ended, ValueError
+    /// for more than a row has in this step.
     #[pyo3(signature = (num_accepted = None))]
     fn commit(&self, num_accepted: Option<Any<'_, '_>>) -> Result<()> {
         let accepted = arguments::optional_counts("num_accepted", num_accepted)?;
@@ -244,6 +245,8 @@ impl PyPlan {
     }
 
     /// The step did not happen; later plans in flight lose their rows of the same sequences.
+    ///
+    /// Raises PlanInFlight if an earlier plan is, StaleHandle if it has ended.
     fn rollback(&self) -> Result<()> {
         Ok(self.plan.rollback()?)
     }

@@ -151,7 +151,7 @@ impl PyBlockPool {
 
     /// Lend one more reference for each mention of a block; null ids are passed over. All or nothing.
     ///
-    /// Raises InvalidBlock for a block that is not referenced, RefCountOverflow beyond 2**24 - 1 references.
+    /// Raises InvalidBlock for a block that is not referenced, RefCountOverflow beyond 2**20 - 1 references.
     fn share(&self, ids: Any<'_, '_>) -> Result<()> {
         Ok(self.0.share(&self.blocks(ids)?)?)
     }

@@ -88,6 +88,8 @@ impl PySequence {
     }
 
     /// The oldest unknown tokens become known; full blocks that waited for them are published.
+    ///
+    /// Raises ValueError for more than are unknown.
     fn resolve(&self, token_ids: Any<'_, '_>) -> Result<()> {
         let tokens = self.checked(|| arguments::tokens("token_ids", token_ids))?;
         Ok(self.0.resolve(&tokens)?)
@@ -100,13 +102,16 @@ impl PySequence {
 
     /// Keep the first `n` tokens; what had been computed beyond them is computed no more.
     ///
-    /// A block that is cut into is copied before the next write if anybody else refers to it. Raises PlanInFlight.
+    /// A block that is cut into is copied before the next write if anybody else refers to it. Raises PlanInFlight,
+    /// and ValueError for `n` above num_tokens or within what was discarded.
     fn truncate(&self, n: Any<'_, '_>) -> Result<()> {
         let n = self.checked(|| arguments::count("n", n, 0))?;
         Ok(self.0.truncate(n)?)
     }
 
     /// Give back the blocks that lie wholly before `position`, up to num_computed (sliding windows).
+    ///
+    /// The null block takes their place. Raises ValueError for a position beyond.
     fn discard_before(&self, position: Any<'_, '_>) -> Result<()> {
         let position = self.checked(|| arguments::count("position", position, 0))?;
         Ok(self.0.discard_before(position)?)

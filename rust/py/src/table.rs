@@ -100,12 +100,16 @@ impl PyBlockTable {
     }
 
     /// Keep the first `num_tokens` tokens, and the blocks that hold any of them.
+    ///
+    /// Raises ValueError for more than there are, and for a place in a discarded region.
     fn truncate(&self, num_tokens: Any<'_, '_>) -> Result<()> {
         let num_tokens = self.checked(|| arguments::count("num_tokens", num_tokens, 0))?;
         self.with(|table| table.truncate(num_tokens))
     }
 
     /// Give back the blocks that lie wholly before `position`; the null block takes their place.
+    ///
+    /// Raises ValueError for a position behind the last token.
     fn discard_before(&self, position: Any<'_, '_>) -> Result<()> {
         let position = self.checked(|| arguments::count("position", position, 0))?;
         self.with(|table| table.discard_before(position))

@@ -1,5 +1,4 @@
 //! NEON, which every 64-bit Arm CPU has.
-#![expect(clippy::inline_always, reason = "as in the trait's module")]
 
 #[cfg_attr(not(test), expect(clippy::wildcard_imports, reason = "the prefix names them"))]
 use std::arch::aarch64::*;
