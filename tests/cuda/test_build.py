@@ -49,7 +49,7 @@ def test_the_library_is_built_once_and_loaded_without_a_gpu(monkeypatch, capfd):
     compilers = {
         "CUDA_HOME": str(toolchain.CUDA_HOME),
         "PATH": path,
-        "NVCC_APPEND_FLAGS": "-DKVFOLIO_HEAD_DIMS=64 -Xcicc -O0 -Xptxas -O0",
+        "NVCC_APPEND_FLAGS": "-DKVFOLIO_HEAD_DIMS=64 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings",
     }
     command = [sys.executable, "-c", LOADER]
     status, built, said = programs.run("the library, built", command, os.environ | compilers)

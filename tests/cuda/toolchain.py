@@ -152,7 +152,7 @@ def operators(include: list[str], libraries: list[str]) -> Path:
     """A library of operators over the emulated kernels; torch has its headers and libraries there."""
     _check_headers()
     kernels = _kernels("plain", SOURCES, DTYPES, ())
-    headers = ["-O1", *(word for folder in include for word in ("-isystem", folder))]
+    headers = ["-O0", *(word for folder in include for word in ("-isystem", folder))]
     binding = _compiled(SOURCES / "ops.cpp", headers, [SOURCES], "c++", ".o")
     folders = [f"-L{folder}" for folder in libraries]
     link = ["-shared", "-Wl,--no-as-needed", *folders, "-ltorch", "-ltorch_cpu"]
