@@ -9,6 +9,7 @@ sources as they are; they are called as pytest calls them, with a program of the
 from __future__ import annotations
 
 import functools
+import re
 
 import mutants
 import pytest
@@ -174,3 +175,9 @@ def test_every_mutant_is_killed(switched, number, monkeypatch):
         mutant.killer(switched)
     seen_by = SEEN[caught.value.status] if isinstance(caught.value, Failed) else NUMERICS
     assert seen_by == mutant.seen_by, caught.value
+
+
+def test_the_readme_has_them_all():
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (toolchain.HERE / "README.md").read_text(), re.MULTILINE)
+    start = rows.index(("mutant", "reported by")) + 1
+    assert rows[start : start + len(MUTANTS)] == [(mutant.name, mutant.seen_by) for mutant in MUTANTS]
