@@ -27,9 +27,8 @@ MIN_LENGTH, DECODE_BYTES = 1024, 512 << 20  # of a sequence; of K and V
 COPY_BYTES = 2 << 30
 BATCHES = (1, 8, 64, 256)
 REPETITIONS = 20
-FLUSH_BYTES = (
-    1 << 30
-)  # more than any cache; writing them takes longer than Python takes to queue what is timed
+# More than any cache; writing them takes longer than Python takes to queue what is timed.
+FLUSH_BYTES = 1 << 30
 
 
 def skip(why):
