@@ -36,7 +36,7 @@ struct PlanShared {
   int first_item[kPlanThreads], first_partial[kPlanThreads], row_tiles[kPlanThreads], chunks[kPlanThreads];
 };
 
-// The sum over all threads of a block; two barriers.
+// The sum over all threads of a block; three barriers.
 __device__ inline long long block_sum(PlanShared* shared, long long mine) {
   if (threadIdx.x == 0) shared->sum = 0;
   __syncthreads();  // it is cleared before it is added to
