@@ -42,8 +42,9 @@ test-rust: ## Tests of the Rust crate, models of its races, seeded schedules, it
 	RUSTFLAGS="--cfg schedules" cargo test --quiet --target-dir target/schedules -p kvfolio --lib schedules
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
 
+# Two processes, with the tests of a file in one: torch's threads would only wait for each other's cores.
 test-python: $(WHEEL) $(VENV)/.serving ## Tests of the wheel
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 test-cuda: $(WHEEL) $(VENV)/.serving $(CUDA)/.installed ## The CUDA kernels: run on the CPU, and compiled for GPUs
 	$(BIN)/python -m pytest -q tests/cuda

@@ -58,7 +58,8 @@ class FlashInfer:
 
     def __init__(self, module: Any, keys: torch.Tensor) -> None:
         self._module = module
-        self._workspace = torch.empty(128 << 20, dtype=torch.uint8, device=keys.device)
+        # Zeros: it holds counters that kernels expect to begin at 0.
+        self._workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=keys.device)
         self._planned: tuple[object, object, Any] | None = None
 
     def attend(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "python")]
+import programs  # noqa: E402
 import toolchain  # noqa: E402
 
 
@@ -29,3 +30,10 @@ def runner():
             pytest.exit(f"{variant}: {failure}", returncode=1)
 
     return of
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What all of it took of the CPU, compilers and programs by kind."""
+    terminalreporter.write_line("CPU seconds (user and system) of what was started:")
+    for line in programs.report():
+        terminalreporter.write_line(line)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import programs
 import toolchain
 
 MAX_ARRAYS = 256
@@ -126,13 +126,12 @@ class Program:
         with tempfile.TemporaryDirectory() as folder:
             case, result = Path(folder, "case"), Path(folder, "result")
             case.write_bytes(b"".join(self._case()))
-            done = subprocess.run(
-                [str(runner), str(case), str(result)],
-                capture_output=True, text=True, errors="replace", check=False, timeout=300,
-                env=os.environ | toolchain.ENVIRONMENT,
-            )  # fmt: skip
-            if done.returncode != 0:
-                raise Failed(done.returncode, done.stderr)
+            command = [str(runner), str(case), str(result)]
+            status, _, said = programs.run(
+                runner.name.rpartition("-")[0], command, os.environ | toolchain.ENVIRONMENT
+            )
+            if status != 0:
+                raise Failed(status, said)
             data, start = result.read_bytes(), 0
         for array in self.arrays:
             for _, piece in _pieces(array):

@@ -15,10 +15,8 @@
 #include <vector>
 
 #include "emulator/grid.hpp"
+#include "emulator/sanitizers.hpp"
 #include "kvfolio.h"
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
 
 namespace {
 
@@ -83,13 +81,12 @@ Array read_array() {
   return array;
 }
 
-void forbid([[maybe_unused]] const Array& array, [[maybe_unused]] bool forbidden) {
-#if defined(__SANITIZE_ADDRESS__)
+void forbid(const Array& array, bool forbidden) {
+  if (!emulator::has_address_sanitizer()) return;
   for (const Piece& piece : array.forbidden) {
     if (forbidden) __asan_poison_memory_region(array.data + piece.offset, piece.bytes);
     else __asan_unpoison_memory_region(array.data + piece.offset, piece.bytes);
   }
-#endif
 }
 
 void run_call(const std::vector<Array>& arrays) {

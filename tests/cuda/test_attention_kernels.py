@@ -12,7 +12,7 @@ import math
 import numpy as np
 import pytest
 from harness import Attention, Failed, PlanAttention, Pointer, Program, Sparse, Storage, tokens
-from paged import DTYPES, Step
+from paged import DTYPES, TILE_KEYS, Step
 
 torch = pytest.importorskip("torch")
 
@@ -162,35 +162,38 @@ def test_results_do_not_depend_on_the_schedule(runner, dtype):
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_pages_beyond_four_gibibytes_are_reached(runner, queries):
-    """Blocks lie 1 GiB apart; the ones in use are the 2nd, 4th and 6th."""
-    stride, dim, ids = 1 << 30, 64, [5, 1, 3]
-    step = Step([(40, queries)], (2, 1), dim, "float32")
-    pieces = {
-        side: [(block * stride, np.zeros(16 * dim * 4, np.uint8)) for block in (0, 1, 2, 3, 4, 5)]
-        for side in "kv"
-    }
+    """Blocks lie 1 GiB apart, and three of six are owned: 32 bits would lead to the others."""
+    stride, dim, ids = 1 << 30, 64, [5, 3, 4]
+    step = Step([(40, queries)], (2, 1), dim)
+    kind = step.q[0].dtype
+    row = dim * kind.itemsize
+    pieces = {side: [(block * stride, np.zeros(16 * row, np.uint8)) for block in range(6)] for side in "kv"}
+    program, out, lse = Program(), np.zeros_like(step.q[0]), np.zeros(step.q[0].shape[:2], np.float32)
+    sides = {}
     for side, numbers in (("k", step.k[0]), ("v", step.v[0])):
+        sides[side] = Sparse(6 * stride, pieces[side])
         for i, block in enumerate(ids):
             part = numbers[16 * i : 16 * i + 16].reshape(-1).view(np.uint8)
             pieces[side][block][1][: len(part)] = part
-    program, out, lse = Program(), np.zeros_like(step.q[0]), np.zeros(step.q[0].shape[:2], np.float32)
+        for block in (0, 1, 2):
+            program.forbid(sides[side], block * stride, 16 * row)
     table, lengths = np.array([ids], np.int32), np.array([40], np.int32)
     starts, work = np.array([0, queries], np.int32), np.zeros(100, np.int32)
     rows = 16 if queries == 1 else 64
     common = {"work": work, "seq_lens": lengths, "query_start_loc": starts}
     program.call(
         PlanAttention(capacity=4, num_sequences=1, group=2, min_rows=1, max_rows=1000, tile_rows=rows,
-                      tile_keys=64 if rows == 16 else 32, window=0, extra=0, min_tiles=1), **common,
+                      tile_keys=TILE_KEYS[row, rows], window=0, extra=0, min_tiles=1), **common,
     )  # fmt: skip
-    far = Storage(None, stride, dim * 4, dim * 4)
+    far = Storage(None, stride, row, row)
     program.call(
         Attention(q=tokens(step.q[0]), out=tokens(out), keys=far, values=far, table_stride=3, capacity=4,
-                  dtype=0, num_kv_heads=1, group=2, head_dim=dim, block_size=16, tile_rows=rows,
-                  scale=dim**-0.5),
+                  dtype=DTYPES["bfloat16"][0], num_kv_heads=1, group=2, head_dim=dim, block_size=16,
+                  tile_rows=rows, scale=dim**-0.5),
         q__data=step.q[0], out__data=out, lse=lse, block_table=table, **common,
-        keys__data=Sparse(6 * stride, pieces["k"]), values__data=Sparse(6 * stride, pieces["v"]),
+        keys__data=sides["k"], values__data=sides["v"],
     )  # fmt: skip
-    program.run(runner("plain"))
+    program.run(runner("asan"))
     assert_close(step, out, lse)
 
 

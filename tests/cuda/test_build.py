@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-import subprocess
 import sys
 
+import programs
 import pytest
 import toolchain
 
@@ -39,31 +39,30 @@ print(library)
 """
 
 
-def load(cache, **environment):
-    """In a process of its own: what it printed, and on stderr."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
-    # Heads of 64 elements only, and no optimisation: test_nvcc compiles all of it.
-    kept |= {
-        "KVFOLIO_CACHE_DIR": str(cache),
-        "TORCH_CUDA_ARCH_LIST": "9.0",
-        "NVCC_APPEND_FLAGS": "-DKVFOLIO_HEAD_DIMS=64 -Xcicc -O0 -Xptxas -O0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER], capture_output=True, text=True, check=False, env=kept | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), done.stderr
-
-
-def test_the_library_is_built_once_and_loaded_without_a_gpu():
-    cache = toolchain.BUILT / "library"
+def test_the_library_is_built_once_and_loaded_without_a_gpu(monkeypatch, capfd):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KVFOLIO_CACHE_DIR", str(toolchain.BUILT / "library"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     path = f"{toolchain.PACKAGES / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    built, said = load(cache, CUDA_HOME=str(toolchain.CUDA_HOME), PATH=path)
+    # Heads of 64 elements only, and no optimisation: test_nvcc compiles all of it.
+    compilers = {
+        "CUDA_HOME": str(toolchain.CUDA_HOME),
+        "PATH": path,
+        "NVCC_APPEND_FLAGS": "-DKVFOLIO_HEAD_DIMS=64 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings",
+    }
+    command = [sys.executable, "-c", LOADER]
+    status, built, said = programs.run("the library, built", command, os.environ | compilers)
+    assert status == 0, said
     assert not said or re.search(
         r"building the CUDA kernels for 9\.0 with nvcc 13\.\d+: .* kept in .*library", said
     )
     # Now there is no need for a compiler, and nothing to be said.
-    assert load(cache) == (built, "")
+    monkeypatch.setattr(_cuda_build, "_loaded", [])
+    monkeypatch.setattr(_cuda_build, "_build", lambda *arguments: pytest.fail("it is built again"))
+    monkeypatch.setenv("PATH", "")
+    assert str(_cuda_build.load_cuda()) == built.strip()
+    assert capfd.readouterr() == ("", "")
 
 
 class TestWhatIsMissing:

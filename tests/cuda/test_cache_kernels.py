@@ -76,12 +76,17 @@ def test_append_reaches_slots_beyond_four_gibibytes(runner):
     )
     program = Program()
     slots = np.array([5 * 16 + 3, 1 * 16 + 1], np.int64)
+    for array in (keys, values):
+        for start, piece in array.pieces:  # all but the two slots
+            mine = [slot % 16 * row for slot in slots.tolist() if slot // 16 * stride == start]
+            for begin, end in zip([0, *(at + row for at in mine)], [*mine, len(piece)], strict=True):
+                program.forbid(array, start + begin, end - begin)
     arguments = Append(
         Tokens(None, row, row), Tokens(None, row, row), Storage(None, stride, row, row),
         Storage(None, stride, row, row), None, 2, 1, row, 16,
     )  # fmt: skip
     program.call(arguments, slots=slots, k__data=k, v__data=k, keys__data=keys, values__data=values)
-    program.run(runner("plain"))
+    program.run(runner("asan"))
     for array in (keys, values):
         pieces = dict(array.pieces)
         for token, slot in enumerate(slots):
@@ -120,6 +125,11 @@ def test_copies_move_whole_blocks_of_every_array_in_one_launch(runner, variant, 
                 part[pairs[:, 1]] = part[pairs[:, 0]]
             expected, layer[...] = layer.copy(), before
             checks.append((layer, expected))
+            for block in (0, 5):  # in no pair, but for the padding
+                for token, head in np.ndindex(BLOCK_SIZE, HEADS):
+                    within = np.dot((block, token, head), keys.strides[:3])
+                    for start in (0, offset):
+                        program.forbid(layer, int(start + within), head_dim * itemsize)
         arguments = CopyBlocks(
             (), *keys.strides[:3], None, len(pairs), 6, HEADS, head_dim * itemsize, BLOCK_SIZE
         )

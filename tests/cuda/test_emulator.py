@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 
+import programs
 import pytest
 import toolchain
 from harness import LANDINGS, ORDERS
@@ -13,16 +13,15 @@ from harness import LANDINGS, ORDERS
 
 @functools.cache
 def program(variant):
-    return toolchain.program(variant, toolchain.HERE / "emulator_cases.cpp", [])
+    return toolchain.program(variant, toolchain.HERE / "emulator_cases.cpp")
 
 
 def run(case, variant="plain", order="ascending", landing="late", seed=1):
     """Status and what was said."""
-    done = subprocess.run(
-        [str(program(variant)), case, str(ORDERS[order]), str(LANDINGS[landing]), str(seed)],
-        capture_output=True, text=True, check=False, env=os.environ | toolchain.ENVIRONMENT, timeout=60,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    words = [case, str(ORDERS[order]), str(LANDINGS[landing]), str(seed)]
+    command = [str(program(variant)), *words]
+    status, out, err = programs.run("emulator_cases", command, os.environ | toolchain.ENVIRONMENT)
+    return status, out + err
 
 
 def numbers(text):
@@ -109,7 +108,9 @@ def test_what_a_kernel_may_not_do_is_refused_by_thread_and_line(case):
         assert "thread (" in text and "of block (0,0,0)" in text
 
 
-@pytest.mark.parametrize("case", ["shared overflow", "global overflow", "vector misaligned"])
+@pytest.mark.parametrize(
+    "case", ["shared overflow", "global overflow", "copy from outside", "vector misaligned"]
+)
 def test_addresses_outside_are_reported_by_thread_and_line(case):
     status, text = run(case, "asan")
     assert status == 71 and "emulator_cases.cpp:" in text, text

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 from pathlib import Path
+
+import programs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -19,12 +20,13 @@ BUILT = ROOT / "target" / "cuda-emulator"
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-unknown-pragmas", "-Werror"]
 COMMON = ["g++", "-std=c++20", "-fPIC", "-DKVFOLIO_EMULATED", f"-I{HERE}", f"-I{HERE / 'emulator'}"]
 COMMON += ["-isystem", str(CUDA_HOME / "include")]
-# What the kernels are compiled with, and what the emulator is told of it: it is never instrumented itself.
+# What kernels are compiled with; of what is debugged, lines are enough.
 VARIANTS = {
-    "plain": (["-O2"], []),
-    "asan": (["-O1", "-g", "-fsanitize=address,alignment", "-fno-sanitize-recover=all"], ["-DEMULATOR_ASAN"]),
-    "tsan": (["-O1", "-g", "-fsanitize=thread"], ["-DEMULATOR_TSAN"]),
+    "plain": ["-O1"],
+    "asan": ["-O1", "-g1", "-fsanitize=address,alignment", "-fno-sanitize-recover=all"],
+    "tsan": ["-O1", "-g1", "-fsanitize=thread"],
 }
+DTYPES = ("bfloat16", "float16", "float32")
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:detect_leaks=0:exitcode=71",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=71",
@@ -36,12 +38,12 @@ class BuildFailed(Exception):
     """A compiler's complaint."""
 
 
-def run_compiler(command: list[str]) -> str:
+def run_compiler(what: str, command: list[str]) -> str:
     """Run it; returns what it said."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BuildFailed(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
+    status, out, err = programs.run(what, command)
+    if status != 0:
+        raise BuildFailed(f"{' '.join(command)}\n{out}{err}")
+    return out + err
 
 
 def _texts(source: Path, folders: list[Path], seen: set[Path]) -> bytes:
@@ -66,50 +68,50 @@ def _compiled(source: Path, options: list[str], folders: list[Path], language: s
     if not compiled.exists():
         compiled.parent.mkdir(parents=True, exist_ok=True)
         unfinished = compiled.with_suffix(f".{os.getpid()}")
-        run_compiler([*command, "-x", language, "-c", str(source), "-o", str(unfinished)])
+        what = f"g++ {source.stem}"
+        run_compiler(what, [*command, "-x", language, "-c", str(source), "-o", str(unfinished)])
         unfinished.rename(compiled)
     return compiled
 
 
-def _precompiled(options: list[str]) -> list[str]:
-    """The emulator's headers, and NVIDIA's, are most of what there is to compile: once for each variant."""
+def together(name: str, sources: list[str], more: str = "") -> Path:
+    """A source of these sources: headers are most of what there is to compile, and are compiled once then."""
+    text = "".join(f'#include "{source}"\n' for source in sources) + more
+    source = BUILT / "sources" / name
+    source.parent.mkdir(parents=True, exist_ok=True)
+    if not source.exists() or source.read_text() != text:
+        source.write_text(text)
+    return source
+
+
+def kernel_sources(dtypes: tuple[str, ...] = DTYPES) -> list[str]:
+    """All of the kernels, with attention of some storage types."""
+    return ["cache.cu", "attention.cu", *(f"attention_{dtype}.cu" for dtype in dtypes)]
+
+
+def _precompiled(variant: str) -> list[str]:
+    """The emulator's headers, and NVIDIA's, once for each variant."""
+    options = VARIANTS[variant]
     made = _compiled(HERE / "emulator" / "precompiled.hpp", options, [], "c++-header", ".hpp.gch")
-    return ["-include", str(made.with_suffix("")), "-Winvalid-pch"]
+    return [*options, "-include", str(made.with_suffix("")), "-Winvalid-pch"]
 
 
-def program(
-    variant: str, main: Path, kernels: list[Path], headers: Path = SOURCES, defines: tuple[str, ...] = ()
-) -> Path:
-    """A program of `main` and kernel sources, compiled for the emulator."""
-    if not (CUDA_HOME / "include" / "cuda_bf16.h").exists():
-        raise BuildFailed(
-            "NVIDIA's headers are not in .cache/cuda: `make .cache/cuda/.installed` fetches them"
-        )
-    instrumented, _ = VARIANTS[variant]
-    options = [*instrumented, *_precompiled(instrumented), *(f"-D{define}" for define in defines)]
-    objects = [_compiled(source, options, [headers], "c++", ".o") for source in (main, *kernels)]
-    return _linked(f"{main.stem}-{variant}", [*objects, *_emulator(variant)], instrumented)
+def _kernels(variant: str, headers: Path, dtypes: tuple[str, ...], defines: tuple[str, ...]) -> Path:
+    refused = "".join(
+        f"int attend_{name}(const kvfolio_attention&, void*) {{ return KVFOLIO_UNSUPPORTED; }}\n"
+        for name in DTYPES
+        if name not in dtypes
+    )
+    name = f"kernels-{'-'.join(dtypes)}.cpp"
+    source = together(name, kernel_sources(dtypes), f"namespace kvfolio {{\n{refused}}}\n")
+    options = [*_precompiled(variant), *(f"-D{define}" for define in defines)]
+    return _compiled(source, options, [headers], "c++", ".o")
 
 
-def operators(include: list[str], libraries: list[str]) -> Path:
-    """A library of operators over the emulated kernels; torch has its headers and libraries there."""
-    options = [*VARIANTS["plain"][0], *_precompiled(VARIANTS["plain"][0])]
-    kernels = [_compiled(source, options, [SOURCES], "c++", ".o") for source in sorted(SOURCES.glob("*.cu"))]
-    headers = ["-O1", *(word for folder in include for word in ("-isystem", folder))]
-    binding = _compiled(SOURCES / "ops.cpp", headers, [SOURCES], "c++", ".o")
-    link = [
-        "-shared",
-        "-Wl,--no-as-needed",
-        *(f"-L{folder}" for folder in libraries),
-        "-ltorch",
-        "-ltorch_cpu",
-    ]
-    return _linked("operators", [binding, *kernels, *_emulator("plain")], link)
-
-
-def _emulator(variant: str) -> list[Path]:
-    options = ["-O2", *VARIANTS[variant][1]]
-    return [_compiled(s, options, [], "c++", ".o") for s in sorted((HERE / "emulator").glob("*.cpp"))]
+def _emulator() -> Path:
+    """Without a sanitizer, and for all: it asks which one the program has."""
+    sources = sorted(path.name for path in (HERE / "emulator").glob("*.cpp"))
+    return _compiled(together("emulator.cpp", sources), ["-O2"], [HERE / "emulator"], "c++", ".o")
 
 
 def _linked(name: str, objects: list[Path], options: list[str]) -> Path:
@@ -117,27 +119,41 @@ def _linked(name: str, objects: list[Path], options: list[str]) -> Path:
     built = BUILT / f"{name}-{digest}"
     if not built.exists():
         unfinished = built.with_suffix(f".{os.getpid()}")
-        run_compiler(["g++", *options, *map(str, objects), "-o", str(unfinished)])
+        run_compiler("linker", ["g++", *options, *map(str, objects), "-o", str(unfinished)])
         unfinished.rename(built)
     return built
 
 
-DTYPES = ("bfloat16", "float16", "float32")
+def _check_headers() -> None:
+    if not (CUDA_HOME / "include" / "cuda_bf16.h").exists():
+        raise BuildFailed(
+            "NVIDIA's headers are not in .cache/cuda: `make .cache/cuda/.installed` fetches them"
+        )
+
+
+def program(variant: str, main: Path) -> Path:
+    """A program of one source that has kernels itself."""
+    _check_headers()
+    compiled = _compiled(main, _precompiled(variant), [], "c++", ".o")
+    return _linked(f"{main.stem}-{variant}", [compiled, _emulator()], VARIANTS[variant])
 
 
 def runner(
     variant: str, headers: Path = SOURCES, dtypes: tuple[str, ...] = DTYPES, defines: tuple[str, ...] = ()
 ) -> Path:
     """The program that harness.py runs, with attention of some storage types; the others are refused."""
-    others = [
-        f"int attend_{name}(const kvfolio_attention&, void*) {{ return -1; }}\n"
-        for name in DTYPES
-        if name not in dtypes
-    ]
-    stubs = BUILT / f"stubs-{'-'.join(dtypes)}.cpp"
-    BUILT.mkdir(parents=True, exist_ok=True)
-    text = f'#include "kvfolio.h"\nnamespace kvfolio {{\n{"".join(others)}}}\n'
-    if not stubs.exists() or stubs.read_text() != text:
-        stubs.write_text(text)
-    kernels = [headers / f"{name}.cu" for name in ("cache", "attention", *(f"attention_{d}" for d in dtypes))]
-    return program(variant, HERE / "runner.cpp", [*kernels, stubs], headers, defines)
+    _check_headers()
+    kernels = _kernels(variant, headers, dtypes, defines)
+    main = _compiled(HERE / "runner.cpp", ["-O1"], [SOURCES], "c++", ".o")
+    return _linked(f"runner-{variant}", [kernels, main, _emulator()], VARIANTS[variant])
+
+
+def operators(include: list[str], libraries: list[str]) -> Path:
+    """A library of operators over the emulated kernels; torch has its headers and libraries there."""
+    _check_headers()
+    kernels = _kernels("plain", SOURCES, DTYPES, ())
+    headers = ["-O0", *(word for folder in include for word in ("-isystem", folder))]
+    binding = _compiled(SOURCES / "ops.cpp", headers, [SOURCES], "c++", ".o")
+    folders = [f"-L{folder}" for folder in libraries]
+    link = ["-shared", "-Wl,--no-as-needed", *folders, "-ltorch", "-ltorch_cpu"]
+    return _linked("operators", [binding, kernels, _emulator()], link)

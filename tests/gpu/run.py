@@ -1,13 +1,14 @@
 """For who has a GPU: the CUDA kernels against float64, and beside the memory's bandwidth. Under five minutes.
 
-    pip install kvfolio[torch] pytest nvidia-cuda-nvcc==$CUDA.* ... (the first error says which) ninja
+    pip install kvfolio[torch] nvidia-cuda-nvcc==$CUDA.* ... (the first error says which) ninja
     python tests/gpu/run.py [--no-benchmark | --only-benchmark]
 
 Tests are those of `KVCache`, run on the device: the options of attention, prefill in chunks, forks, NaN in
 all that no sequence owns; then a captured graph that is replayed for other lengths. The benchmark is decode
 at page 16 with 8 KV heads of 128 in bfloat16, groups of 4 and 8, 1 to 256 sequences, at least half a gigabyte
 of K and V, scattered blocks; its measure is a copy on the device in the same run. FlashInfer and
-FlashAttention run beside it where they are installed.
+FlashAttention-3 run beside it where they are installed, and have to give the same. tests/cuda runs all of
+this with a CPU in place of the GPU, and smaller.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 PAGE, KV_HEADS, HEAD_DIM = 16, 8, 128
+POOL_TOKENS, PROMPTS, GRAPH_LENGTH = 4096, (1, 700, 90, 33), 3000
+MIN_LENGTH, DECODE_BYTES = 1024, 512 << 20  # of a sequence; of K and V
+COPY_BYTES = 2 << 30
+BATCHES = (1, 8, 64, 256)
+REPETITIONS = 20
+# More than any cache; writing them takes longer than Python takes to queue what is timed.
+FLUSH_BYTES = 1 << 30
 
 
 def skip(why):
@@ -37,6 +45,7 @@ if not torch.cuda.is_available():
 
 import kvfolio as kv  # noqa: E402
 from attention_reference import Bench, attention, to_float64  # noqa: E402
+from kvfolio._device_cache import check_room  # noqa: E402
 
 OPTIONS = {
     "sliding_window": 70,
@@ -59,11 +68,11 @@ class DeviceBench(Bench):
 
 def check(dtype, head_dim, block_size, options):
     """Prefill in chunks, decode, a fork; returns the worst error, in roundings of the type."""
-    pool = kv.BlockPool(4096 // block_size, block_size)
+    pool = kv.BlockPool(POOL_TOKENS // block_size, block_size)
     cache = kv.KVCache(pool, 1, 2, head_dim, dtype=dtype, device="cuda")
     for storage in (*cache.keys, *cache.values):
         storage.fill_(float("nan"))
-    bench = DeviceBench(cache, [1, 700, 90, 33], seed=1)
+    bench = DeviceBench(cache, PROMPTS, seed=1)
     worst = 0.0
     for step in range(7):
         if step == 4:
@@ -83,11 +92,17 @@ def check(dtype, head_dim, block_size, options):
 def check_all():
     for dtype in ("bfloat16", "float16", "float32"):
         for head_dim, block_size in ((64, 16), (128, 16), (256, 5)):
-            for options in ({}, {"sliding_window": 70}, OPTIONS):
-                worst = check(dtype, head_dim, block_size, options)
-            print(
-                f"right: {dtype}, head dim {head_dim}, page {block_size}; worst error {worst:.1f} roundings"
+            shape = f"{dtype}, head dim {head_dim}, page {block_size}"
+            try:
+                check_room(torch.cuda.get_device_properties(0), head_dim, dtype)
+            except ValueError as error:
+                print(f"left out: {shape}: {error}")
+                continue
+            worst = max(
+                check(dtype, head_dim, block_size, options)
+                for options in ({}, {"sliding_window": 70}, OPTIONS)
             )
+            print(f"right: {shape}; worst error {worst:.1f} roundings")
 
 
 class Decode:
@@ -137,14 +152,15 @@ class Decode:
 
 def check_graph():
     """Captured once, replayed for other lengths, and right."""
-    step = Decode(8, 3000, 4)
+    longest = GRAPH_LENGTH
+    step = Decode(8, longest, 4)
     step.plan(), step.attend()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step.plan(), step.attend()
-    for length in (3000, 17, 1):
-        step.lengths.copy_(torch.arange(8) % 2 * (3000 - length) + length)
+    for length in (longest, 17, 1):
+        step.lengths.copy_(torch.arange(8) % 2 * (longest - length) + length)
         step.out.fill_(float("nan"))
         graph.replay()
         for row in (0, 1):
@@ -152,13 +168,16 @@ def check_graph():
     print("right: a captured graph, replayed for other lengths")
 
 
-def seconds(function, repetitions=20):
-    """The median of single runs, each after the caches were written over."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+def seconds(function):
+    """The median of single runs, each after the caches were written over.
+
+    What is timed is queued while the device is still busy with that, so Python's own time does not count.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times = []
-    for _ in range(3 + repetitions):
-        flush.zero_()
+    for _ in range(3 + REPETITIONS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
         begin.record()
         function()
         end.record()
@@ -168,8 +187,8 @@ def seconds(function, repetitions=20):
 
 
 def copy_bandwidth():
-    """Bytes read and written by a copy of 2 GiB on the device, a second."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    """Bytes read and written by a copy on the device, a second."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
@@ -197,11 +216,21 @@ def peers(step, length):
         from flash_attn_interface import flash_attn_with_kvcache
 
         found["FlashAttention"] = lambda: flash_attn_with_kvcache(
-            step.q[:, None], step.keys, step.values, cache_seqlens=step.lengths, page_table=step.table
-        )
+            step.q, step.keys, step.values, cache_seqlens=step.lengths, page_table=step.table,
+            cu_seqlens_q=step.starts, max_seqlen_q=1, causal=True,
+        )  # fmt: skip
     except Exception as error:  # version 2 has no pages of 16
         found["FlashAttention"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def check_peer(name, out, ours):
+    """That it computes what we do; ValueError if not. Our own operator returns nothing."""
+    if out is None:
+        return
+    difference = float((out.float() - ours.float()).abs().max())
+    if not difference < 0.02:
+        raise ValueError(f"{name}'s result differs by {difference:.3f}")
 
 
 def benchmark():
@@ -209,16 +238,18 @@ def benchmark():
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e12:.2f} TB/s; percentages are of that")
     reasons = {}
     for group in (4, 8):
-        for batch in (1, 8, 64, 256):
-            length = max(1024, -(-(512 << 20) // (batch * 4096)))
+        for batch in BATCHES:
+            length = max(MIN_LENGTH, -(-DECODE_BYTES // (batch * 4096)))
             step = Decode(batch, length, group)
-            step.plan()
+            step.plan(), step.attend()
+            assert step.error(batch - 1, length) < 0.02, (batch, length)
             row = f"group {group}, {batch:3} x {length:6} ({step.bytes / 2**30:.1f} GiB):"
             for name, run in {"kvfolio": step.attend, **peers(step, length)}.items():
                 if isinstance(run, str):
                     reasons[name] = run
                     continue
                 try:
+                    check_peer(name, run(), step.out)
                     rate = step.bytes / seconds(run)
                 except Exception as error:  # a shape that a peer does not have
                     if name == "kvfolio":

@@ -90,7 +90,10 @@ def flashinfer():
     """Its wrappers for paged KV."""
 
     class Wrapper:
-        def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        def __init__(
+            self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False
+        ):
+            assert float_workspace_buffer.dtype == torch.uint8 and not use_cuda_graph
             assert kv_layout == "NHD"
 
         def _keep(self, starts, indptr, indices, last_page_len, page_size, options):

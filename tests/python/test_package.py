@@ -86,7 +86,7 @@ def test_cuda_unavailable_keeps_its_fields_when_it_is_copied():
         assert str(error) == "the CUDA kernels need nvcc: there is none. To get it: pip install it"
 
 
-@pytest.mark.parametrize("name", BASES.keys() - {"OutOfBlocks", "CudaUnavailable"})
+@pytest.mark.parametrize("name", sorted(BASES.keys() - {"OutOfBlocks", "CudaUnavailable"}))
 def test_errors_keep_their_message_when_they_are_copied(name):
     for error in again(getattr(kv, name)("what happened")):
         assert type(error) is getattr(kv, name) and str(error) == "what happened"

@@ -95,7 +95,7 @@ class Attention {
   __device__ __forceinline__ void go_through(int first, int last) {
     for (int i = 0; i < S::kStages - 1; i++) {
       note_places(first + i, find_page(first + i));
-      __syncthreads();
+      __syncthreads();  // the places are there for all
       if (first + i < last) load_tile(first + i);
       __pipeline_commit();
     }
@@ -228,7 +228,7 @@ class Attention {
         *reinterpret_cast<float2*>(all_sums + row * kHeadDim + 8 * column + lane % 4 * 2) =
             make_float2(sums[column][2 * i], sums[column][2 * i + 1]);
     }
-    __syncthreads();
+    __syncthreads();  // results of all warps are there
     constexpr int kQuads = kHeadDim / 4;
     for (int i = thread; i < rows.count * kQuads; i += S::kThreads) {
       const int row = i / kQuads, dim = i % kQuads * 4;

@@ -20,8 +20,6 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_
 }  // namespace kvfolio
 
 #else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 

@@ -1,5 +1,8 @@
 // Storage types and the float32 that sums are taken in.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstring>
 #include <type_traits>
 

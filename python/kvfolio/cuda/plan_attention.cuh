@@ -36,13 +36,13 @@ struct PlanShared {
   int first_item[kPlanThreads], first_partial[kPlanThreads], row_tiles[kPlanThreads], chunks[kPlanThreads];
 };
 
-// The sum over all threads of a block; two barriers.
+// The sum over all threads of a block; three barriers.
 __device__ inline long long block_sum(PlanShared* shared, long long mine) {
   if (threadIdx.x == 0) shared->sum = 0;
-  __syncthreads();
+  __syncthreads();  // it is cleared before it is added to
   for (int flip = 16; flip > 0; flip /= 2) mine += __shfl_xor_sync(kAllLanes, mine, flip);
   if (threadIdx.x % 32 == 0) atomicAdd(&shared->sum, static_cast<unsigned long long>(mine));
-  __syncthreads();
+  __syncthreads();  // all have added
   const long long sum = static_cast<long long>(shared->sum);
   __syncthreads();  // before it is cleared again
   return sum;
@@ -57,7 +57,7 @@ __device__ inline long long block_scan(PlanShared* shared, long long mine, long 
     if (lane >= by) through += before;
   }
   if (lane == 31) shared->warp_totals[warp] = through;
-  __syncthreads();
+  __syncthreads();  // totals of all warps are there
   long long sum = 0;
   for (int i = 0; i < kPlanWarps; i++) {
     if (i < warp) through += shared->warp_totals[i];
@@ -80,11 +80,11 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_attention_kernel(con
     return block_sum(shared, items);
   };
   if (thread == 0) shared->largest = 1;
-  __syncthreads();
+  __syncthreads();  // it is set before it is compared with
   int largest = 1;
   for (int i = thread; i < a.num_sequences; i += kPlanThreads) largest = max(largest, Share(a, i).most_tiles);
   atomicMax(&shared->largest, largest);
-  __syncthreads();
+  __syncthreads();  // all have told theirs
 
   // The smallest chunk that gives no more items than are wanted; the largest gives one for each row tile.
   int high = max(a.min_tiles, shared->largest), low = a.min_tiles;
@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_attention_kernel(con
   auto* items = reinterpret_cast<kvfolio_item*>(header + 1);
   auto* merges = reinterpret_cast<int32_t*>(items + a.capacity);
   if (thread == 0) *header = kvfolio_work_header{0, 0, tiles_per_chunk, 0};
-  __syncthreads();
+  __syncthreads();  // the header is written before merges are counted
   long long first = 0, first_partial = 0;
   for (int base = 0; base < a.num_sequences; base += kPlanThreads) {
     const Share share(a, base + thread);
@@ -108,14 +108,14 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_attention_kernel(con
     const long long mine = static_cast<long long>(share.row_tiles) * chunks;
     long long total, total_partials;
     shared->first_item[thread] = static_cast<int>(first + block_scan(shared, mine, &total));
-    __syncthreads();
+    __syncthreads();  // all have read the totals of warps
     const long long before = block_scan(shared, chunks > 1 ? mine : 0, &total_partials);
     shared->first_partial[thread] = static_cast<int>(first_partial + before);
     shared->row_tiles[thread] = share.row_tiles;
     shared->chunks[thread] = chunks;
     first += total;
     first_partial += total_partials;
-    __syncthreads();
+    __syncthreads();  // these sequences' shares are there
     for (int i = warp; i < kPlanThreads; i += kPlanWarps) {  // a warp lists a sequence's items
       const int of_each = shared->chunks[i], count = shared->row_tiles[i] * of_each;
       for (int j = lane; j < count; j += 32) {
@@ -127,7 +127,7 @@ static __global__ void __launch_bounds__(kPlanThreads) plan_attention_kernel(con
         if (of_each > 1 && j % of_each == 0) merges[atomicAdd(&header->num_merges, 1)] = static_cast<int32_t>(place);
       }
     }
-    __syncthreads();
+    // The next scan's barrier comes before any of these is written again.
   }
   if (thread == 0) {
     header->num_items = static_cast<int32_t>(min(first, static_cast<long long>(a.capacity)));

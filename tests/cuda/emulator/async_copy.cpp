@@ -2,9 +2,6 @@
 
 #include <deque>
 #include <vector>
-#ifdef EMULATOR_ASAN
-#include <sanitizer/asan_interface.h>
-#endif
 
 namespace emulator {
 namespace {
@@ -30,10 +27,6 @@ bool start_copy(const Copy& copy, Where where) {
   if (target < shared || target + bytes > shared + shared_bytes())
     refuse(where, "an asynchronous copy goes to byte %td of the block's %zu of shared memory", target - shared,
            shared_bytes());
-#ifdef EMULATOR_ASAN  // here, since on landing the line would be another
-  if (bytes > zeros && __asan_region_is_poisoned(const_cast<void*>(from), bytes - zeros))
-    refuse(where, "an asynchronous copy reads %p, which is nobody's", from);
-#endif
   const auto landing = schedule().landing;
   if (landing == Schedule::Landing::early || (landing == Schedule::Landing::either && random_number() % 2 == 0))
     return true;

@@ -3,6 +3,9 @@
 #include <cstring>
 
 #include "grid.hpp"
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" void __asan_loadN(const void* address, size_t bytes);  // checks as a load does, and reports
+#endif
 
 namespace emulator {
 
@@ -30,6 +33,9 @@ inline void land(const Copy& copy) {
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros = 0,
                                     emulator::Where where = emulator::Where::current()) {
   const emulator::Copy copy{to, from, bytes, zeros};
+#if defined(__SANITIZE_ADDRESS__)  // here, since on landing the line would be another
+  if (bytes > zeros) __asan_loadN(from, bytes - zeros);
+#endif
   if (emulator::start_copy(copy, where)) emulator::land(copy);
 }
 inline void __pipeline_commit() { emulator::commit_copies(); }

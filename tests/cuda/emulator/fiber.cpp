@@ -1,5 +1,4 @@
-// Compiled without sanitizers, like all of the emulator's own bookkeeping; EMULATOR_ASAN and EMULATOR_TSAN say
-// which one the kernels are compiled with.
+// Compiled without sanitizers, like all of the emulator's own bookkeeping.
 #include "fiber.hpp"
 
 #include <sys/mman.h>
@@ -7,25 +6,8 @@
 
 #include <cstdio>
 #include <cstdlib>
-#ifdef EMULATOR_ASAN
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
-#ifdef EMULATOR_TSAN
-extern "C" {
-void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void*);
-void* __tsan_get_current_fiber();
-void __tsan_switch_to_fiber(void*, unsigned flags);
-void __tsan_set_fiber_name(void*, const char*);
-void __tsan_acquire(void*);
-void __tsan_release(void*);
-void AnnotateIgnoreReadsBegin(const char*, int);
-void AnnotateIgnoreReadsEnd(const char*, int);
-void AnnotateIgnoreWritesBegin(const char*, int);
-void AnnotateIgnoreWritesEnd(const char*, int);
-}
-#endif
+
+#include "sanitizers.hpp"
 
 #if defined(__x86_64__)
 // swapcontext asks the kernel for the signal mask twice a switch, which takes ten times as long as all else.
@@ -72,10 +54,10 @@ namespace emulator {
 namespace {
 void* scheduler_context = nullptr;
 Fiber* entered = nullptr;
-[[maybe_unused]] void* scheduler_fake_stack = nullptr;
-[[maybe_unused]] const void* scheduler_stack = nullptr;
-[[maybe_unused]] size_t scheduler_stack_bytes = 0;
-[[maybe_unused]] void* scheduler_fiber = nullptr;
+void* scheduler_fake_stack = nullptr;
+const void* scheduler_stack = nullptr;
+size_t scheduler_stack_bytes = 0;
+void* scheduler_fiber = nullptr;
 }  // namespace
 
 Fiber::Fiber(void (*body)()) : body_(body) {
@@ -88,94 +70,72 @@ Fiber::Fiber(void (*body)()) : body_(body) {
   }
   memory_ = static_cast<char*>(memory);
   stack_ = memory_ + page;
-#ifdef EMULATOR_TSAN
-  sanitizer_fiber_ = __tsan_create_fiber(0);
-#endif
+  if (has_thread_sanitizer()) sanitizer_fiber_ = __tsan_create_fiber(0);
 }
 
 Fiber::~Fiber() {
-#ifdef EMULATOR_TSAN
-  __tsan_destroy_fiber(sanitizer_fiber_);
-#endif
+  if (has_thread_sanitizer()) __tsan_destroy_fiber(sanitizer_fiber_);
   munmap(memory_, static_cast<size_t>(stack_ - memory_) + kStackBytes);
 }
 
 void Fiber::start() {
-#ifdef EMULATOR_ASAN
-  __asan_unpoison_memory_region(stack_, kStackBytes);  // frames that were never returned from
-  fake_stack_ = nullptr;
-#endif
+  if (has_address_sanitizer()) {
+    __asan_unpoison_memory_region(stack_, kStackBytes);  // frames that were never returned from
+    fake_stack_ = nullptr;
+  }
   context_ = fresh_context(stack_, kStackBytes, &Fiber::trampoline);
 }
 
-void Fiber::name([[maybe_unused]] const char* text) {
-#ifdef EMULATOR_TSAN
-  __tsan_set_fiber_name(sanitizer_fiber_, text);
-#endif
+void Fiber::name(const char* text) {
+  if (has_thread_sanitizer()) __tsan_set_fiber_name(sanitizer_fiber_, text);
 }
 
 void Fiber::enter() {
   entered = this;
-#ifdef EMULATOR_ASAN
-  __sanitizer_start_switch_fiber(&scheduler_fake_stack, stack_, kStackBytes);
-#endif
-#ifdef EMULATOR_TSAN
-  scheduler_fiber = __tsan_get_current_fiber();
-  __tsan_switch_to_fiber(sanitizer_fiber_, 1);
-#endif
+  if (has_address_sanitizer()) __sanitizer_start_switch_fiber(&scheduler_fake_stack, stack_, kStackBytes);
+  if (has_thread_sanitizer()) {
+    scheduler_fiber = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(sanitizer_fiber_, 1);
+  }
   switch_to(&scheduler_context, context_);
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
-#endif
+  if (has_address_sanitizer()) __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
 }
 
-void Fiber::leave([[maybe_unused]] bool for_good) {
-#ifdef EMULATOR_ASAN
-  __sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, scheduler_stack, scheduler_stack_bytes);
-#endif
-#ifdef EMULATOR_TSAN
-  __tsan_switch_to_fiber(scheduler_fiber, 1);
-#endif
+void Fiber::leave(bool for_good) {
+  if (has_address_sanitizer()) __sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, scheduler_stack, scheduler_stack_bytes);
+  if (has_thread_sanitizer()) __tsan_switch_to_fiber(scheduler_fiber, 1);
   switch_to(&context_, scheduler_context);
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(fake_stack_, &scheduler_stack, &scheduler_stack_bytes);
-#endif
+  if (has_address_sanitizer()) __sanitizer_finish_switch_fiber(fake_stack_, &scheduler_stack, &scheduler_stack_bytes);
 }
 
 void Fiber::trampoline() {
-#ifdef EMULATOR_ASAN
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
-#endif
+  if (has_address_sanitizer()) __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   Fiber* self = entered;
   self->body_();
   self->leave(true);
   std::abort();
 }
 
-void release([[maybe_unused]] void* place) {
-#ifdef EMULATOR_TSAN
-  __tsan_release(place);
-#endif
+void release(void* place) {
+  if (has_thread_sanitizer()) __tsan_release(place);
 }
 
-void acquire([[maybe_unused]] void* place) {
-#ifdef EMULATOR_TSAN
-  __tsan_acquire(place);
-#endif
+void acquire(void* place) {
+  if (has_thread_sanitizer()) __tsan_acquire(place);
 }
 
 Unobserved::Unobserved() {
-#ifdef EMULATOR_TSAN
-  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
-  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
-#endif
+  if (has_thread_sanitizer()) {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
 }
 
 Unobserved::~Unobserved() {
-#ifdef EMULATOR_TSAN
-  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
-  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
-#endif
+  if (has_thread_sanitizer()) {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
 }
 
 }  // namespace emulator

@@ -9,9 +9,7 @@
 #include <vector>
 
 #include "fiber.hpp"
-#if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
-extern "C" void __sanitizer_set_death_callback(void (*)());
-#endif
+#include "sanitizers.hpp"
 
 namespace emulator {
 namespace {
@@ -66,7 +64,7 @@ void describe(const Thread& thread) {
                thread.index.z, g.block.x, g.block.y, g.block.z);
 }
 
-[[maybe_unused]] void describe_at_death() {
+void describe_at_death() {
   if (!grid().running) return;
   std::fputs("emulator: that was ", stderr);
   describe(current());
@@ -110,8 +108,9 @@ void wait(State state, const char* operation, Where where) {
 }
 
 bool same_place(const Thread& a, const Thread& b) {
+  const char *one = a.where.file_name(), *other = b.where.file_name();
   return a.mask == b.mask && a.complete == b.complete && a.where.line() == b.where.line() &&
-         std::strcmp(a.where.file_name(), b.where.file_name()) == 0;
+         (one == other || std::strcmp(one, other) == 0);
 }
 
 // Lets one group of lanes of a warp go on, if all that it waits for are there.
@@ -142,11 +141,12 @@ bool complete_in_warp(unsigned warp) {
       operands[k] = t.operands;
       released[k] = &t.released[t.warp_barriers & 1];
     }
-    if (first.complete != nullptr) first.complete(operands);
+    const bool orders = first.complete == nullptr;  // as only __syncwarp does
+    if (!orders) first.complete(operands);
     for (unsigned k = 0; k < lanes; k++) {
       if (!(mask >> k & 1)) continue;
       Thread& t = g.threads[base + k];
-      std::copy(released, released + kWarp, t.seen);
+      if (orders) std::copy(released, released + kWarp, t.seen);
       t.state = State::runnable;
       g.ready.push_back(base + k);
     }
@@ -265,9 +265,7 @@ void launch(dim3 shape, dim3 block, size_t shared, const std::function<void()>& 
   if (blocks < 1 || shape.x > 0x7FFFFFFF || shape.y > 65535 || shape.z > 65535)
     refuse(where, "a grid has 1 to 2^31 - 1 x 65535 x 65535 blocks, not %u x %u x %u", shape.x, shape.y, shape.z);
   if (shared > kMaxSharedBytes) refuse(where, "a block has up to 227 KiB of shared memory, not %zu bytes", shared);
-#if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
-  __sanitizer_set_death_callback(describe_at_death);
-#endif
+  if (__sanitizer_set_death_callback != nullptr) __sanitizer_set_death_callback(describe_at_death);
   while (g.fibers.size() < threads) g.fibers.push_back(std::make_unique<Fiber>(run_thread));
   g.num_threads = static_cast<unsigned>(threads);
   g.grid_shape = shape;

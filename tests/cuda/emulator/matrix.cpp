@@ -42,22 +42,23 @@ float number(uint32_t pair, unsigned i, bool is_bfloat16) {
   return value;
 }
 
+// Terms are added one after another to what is there, in ascending order of k.
 void complete_product(void* const operands[32]) {
-  float a[16][16], b[16][8];
+  float a[16][16], b[16][8], c[16][8];
   for (unsigned lane = 0; lane < 32; lane++) {
     const auto& mine = *static_cast<Product*>(operands[lane]);
     for (unsigned i = 0; i < 2; i++) {
       for (unsigned r = 0; r < 4; r++) a[lane / 4 + r % 2 * 8][lane % 4 * 2 + r / 2 * 8 + i] = number(mine.a[r], i, mine.is_bfloat16);
       for (unsigned r = 0; r < 2; r++) b[lane % 4 * 2 + r * 8 + i][lane / 4] = number(mine.b[r], i, mine.is_bfloat16);
+      for (unsigned r = 0; r < 2; r++) c[lane / 4 + r * 8][lane % 4 * 2 + i] = mine.c[2 * r + i];
     }
   }
-  for (unsigned lane = 0; lane < 32; lane++) {
-    float* c = static_cast<Product*>(operands[lane])->c;
-    for (unsigned i = 0; i < 4; i++) {
-      const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      for (unsigned k = 0; k < 16; k++) c[i] += a[row][k] * b[k][column];
-    }
-  }
+  for (unsigned row = 0; row < 16; row++)
+    for (unsigned k = 0; k < 16; k++)
+      for (unsigned column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
+  for (unsigned lane = 0; lane < 32; lane++)
+    for (unsigned i = 0; i < 4; i++)
+      static_cast<Product*>(operands[lane])->c[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
 }
 
 }  // namespace
