@@ -306,7 +306,7 @@ def test_publishers_say_what_is_wrong_with_them() -> None:
         with pytest.raises(ValueError, match=message):
             publisher(pool, **options)
     with publisher(pool) as one:
-        with pytest.raises(kv.ConcurrentUse, match=r"have a source \(a publisher\) already"):
+        with pytest.raises(kv.ConcurrentUse, match=r"have a source already \(a publisher is one\)"):
             publisher(pool)
         with pytest.raises(zmq.ZMQError):
             publisher(kv.BlockPool(4, 2, events=True), endpoint=one.endpoint)

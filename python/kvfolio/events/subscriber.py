@@ -24,8 +24,9 @@ class Subscriber:
     cannot be had one by one any more comes as a snapshot, a batch that begins with AllBlocksCleared.
 
     `topic`: only messages whose topic begins with it; one publisher's, since each counts for itself.
-    `hwm`: how many batches are kept here while nobody receives. `missed`: how many were not delivered by
-    themselves. Belongs to one thread.
+    `hwm`: how many batches are kept here while nobody receives. `replay_timeout`: how many seconds an answer
+    of the `replay_endpoint` may take. `missed`: how many batches were not delivered by themselves. Belongs to
+    one thread.
     """
 
     def __init__(

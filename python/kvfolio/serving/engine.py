@@ -63,8 +63,9 @@ class Engine:
     another thread between two calls, until `has_work` is False or `with` is left: use it for nothing else.
     `speculation`: guesses how answers go on (see `Drafter`); what was right comes out of one step together.
     It needs the tokens that run_ahead does not wait for, so ValueError for both.
-    `events`: the pool's can be published (see `kvfolio.events`). `memory_bandwidth`: of the model's device,
-    in bytes per second; only for the verdict of `stats`.
+    `prefix_cache`: whether requests find what others have computed. `events`: the pool's can be published
+    (see `kvfolio.events`). `memory_bandwidth`: of the model's device, in bytes per second; only for the
+    verdict of `stats`.
     """
 
     def __init__(

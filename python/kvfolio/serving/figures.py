@@ -55,10 +55,14 @@ class EngineStats:
     `steps` are those whose plans were committed. `computed_tokens` went through the model, `output_tokens`
     came out of it. Of the first, `wasted_slots` were for answers that had ended before their step did (see
     run_ahead), and `drafted_tokens` were guesses, of which `accepted_tokens` were right (see speculation).
+    `acceptance_rate` is 0 without guesses. `tokens_per_step` is of the output, all answers together.
+    `running` and `waiting` are answers now; `preemptions` and `forks` those of all steps.
     `busy_time` is the seconds spent in `step`, so `throughput` is output tokens per second of work.
     `empty_share`: slots that are held but empty, as a share of all held slots, over all steps.
     `mean_reserved_blocks`, `peak_reserved_blocks`: what the running sequences would have held if each had
     been given contiguous room for the longest sequence allowed.
+    `pool` is what `BlockPool.stats` says. `time_to_first_token` has each answer, from its submission on,
+    `time_per_output_token` the mean between two tokens of each that has ended.
     `load` is what the verdict is made of; `verdict` is of the last 5 to 10 seconds in which it was at work.
     """
 
@@ -69,11 +73,11 @@ class EngineStats:
     finished_requests: int
     computed_tokens: int
     output_tokens: int
-    tokens_per_step: float  # of output_tokens, all answers together
+    tokens_per_step: float
     wasted_slots: int
     drafted_tokens: int
     accepted_tokens: int
-    acceptance_rate: float  # of drafted_tokens; 0 if there were none
+    acceptance_rate: float
     preemptions: int
     forks: int
     peak_running: int
@@ -84,9 +88,9 @@ class EngineStats:
     peak_reserved_blocks: int
     busy_time: float
     throughput: float
-    pool: dict[str, int]  # of BlockPool.stats()
-    time_to_first_token: Histogram  # of each answer, from its submission on
-    time_per_output_token: Histogram  # of each answer that has ended, the mean between two of its tokens
+    pool: dict[str, int]
+    time_to_first_token: Histogram
+    time_per_output_token: Histogram
     load: Load
     verdict: Verdict
 

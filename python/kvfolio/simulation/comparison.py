@@ -105,6 +105,9 @@ def compare(
 ) -> list[Outcome]:
     """Serve a workload with one manager after the other; by default with all that the trace allows.
 
+    `managers`: of `MANAGERS`. `setup`: the memory, model and limits that all of them have. `progress`: as
+    for `hit_rates`.
+
     Raises
     ------
     ValueError, TypeError

@@ -52,7 +52,9 @@ def hit_rates(
 ) -> HitRates:
     """Replay a trace of hash ids, once for each policy and capacity.
 
-    See `replay` for how the pool is driven, and `optimal_hits` for the optimum.
+    See `replay` for how the pool is driven, and `optimal_hits` for the optimum. `capacities`: in blocks, by
+    default those of `CAPACITIES` that tell something about the trace. `policies`: of `EVICTION_POLICIES`.
+    `progress`: is told what begins and of how many requests, and gives what is told how many more are done.
 
     Raises
     ------

@@ -130,7 +130,7 @@ impl BlockPool {
         };
         if recorder.is_followed.swap(true, Ordering::Acquire) {
             return Err(Error::ConcurrentUse(
-                "pool's events have a source (a publisher) already, and one at a time",
+                "pool's events have a source already (a publisher is one), and can have one only",
             ));
         }
         let mut told = recorder.told.lock();
