@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
@@ -32,19 +32,33 @@ def make_table(*columns: str, title: str | None = None, left: int = 0) -> Table:
 def print_table(console: Console, table: Table) -> None:
     """Print a table whose cells are texts; without lines between the columns where it is too wide with them.
 
-    Rich would cut words ("reser…"), also those that tell two rows apart. Here only headings are broken,
-    between words, and cells only where not even that fits; nothing is cut off.
+    Rich would cut words ("reser…"), also those that tell two rows apart. Here headings are broken between
+    words, and so are the cells of those columns that gain most by it, where it has to be; nothing is cut off.
     """
     whole = Measurement.get(console, console.options.update_width(_ENDLESS), table).maximum
     if whole > console.width:
         table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, 0
-        for column in table.columns:
-            column.overflow = "fold"
-            column.width = max(map(len, _pieces(column)))
+        for column, width in zip(table.columns, _widths(table.columns, console.width), strict=True):
+            column.width, column.overflow = width, "fold"
     console.print(table)
 
 
-def _pieces(column: Column) -> Iterator[str]:
-    """What is not to be broken: the words of the heading, and the cells."""
-    yield from str(column.header).split()
-    yield from map(str, column.cells)
+def _widths(columns: list[Column], room: int) -> list[int]:
+    """How wide the columns are that have one blank between them."""
+    headings = [_longest(str(column.header).split()) for column in columns]
+    cells = [[str(cell) for cell in column.cells] for column in columns]
+    wide = [max(heading, _longest(own)) for heading, own in zip(headings, cells, strict=True)]
+    widths = [
+        max(heading, _longest(word for cell in own for word in cell.split()))
+        for heading, own in zip(headings, cells, strict=True)
+    ]
+    spare = room - sum(widths) - len(columns) + 1
+    for number in sorted(range(len(columns)), key=lambda number: wide[number] - widths[number]):
+        more = max(0, min(wide[number] - widths[number], spare))
+        widths[number] += more
+        spare -= more
+    return widths
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
