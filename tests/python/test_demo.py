@@ -117,6 +117,20 @@ def rows(output: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 2}
 
 
+def test_only_questions_are_cut_in_80_columns(
+    tiny: module.DemoOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert module.run_demo(dataclasses.replace(tiny, verify=False)) == 0
+    lines = capsys.readouterr().out.partition("Requests, lengths")[2].partition("Totals")[0].splitlines()[1:]
+    heading = next(line for line in lines if "cached" in line)
+    names = ["n", "prompt", "cached", "answer", "preempted", "first", "per", "tok", "generate"]
+    assert heading.split() == names
+    requests = [line for line in lines if line.endswith(("not compared", "sampled"))]
+    assert len(requests) == len(PROMPTS)
+    assert all("\u2026" not in line[17:] and len(line) <= 80 for line in requests)
+
+
 def test_the_tables_hold_every_figure(
     tiny: module.DemoOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,10 +164,9 @@ def show(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report, width: int) -> Table:
-    table = Table(
-        title="Requests, lengths in tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("", no_wrap=True, overflow="ellipsis", width=min(48, max(12, width - 70)))
+    table = Table(title="Requests, lengths in tokens", title_justify="left", box=box.SIMPLE_HEAD)
+    table.show_edge, table.padding = False, 0  # 80 columns are enough then, and only questions are cut
+    table.add_column("", no_wrap=True, overflow="ellipsis", width=min(48, max(12, width - 64)))
     for name in ("n", "prompt", "cached", "answer", "preempted", "first", "per tok", "generate"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in report.requests:
