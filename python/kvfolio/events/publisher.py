@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import zmq
 
 import kvfolio as kv
 from kvfolio import _checks
+from kvfolio._closing import Closing
 
 from .wire import END, REQUEST_BYTES, SNAPSHOT
 
@@ -27,7 +26,7 @@ class PublisherStats:
     bad_requests: int = 0
 
 
-class Publisher:
+class Publisher(Closing):
     """Looks what has changed in a pool every `interval` seconds, and publishes it if anything has.
 
     `pool`: made with `events=True`; one publisher (or other source) at a time.
@@ -98,14 +97,6 @@ class Publisher:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvfolio-events", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def flush(self, timeout: float = 10.0) -> None:
         """Wait until all that had changed before the call is on its way.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
 import zmq
+
+from kvfolio._closing import Closing
 
 from .wire import END, REQUEST_BYTES, SNAPSHOT, EventBatch, decode
 
@@ -16,7 +16,7 @@ class MissedEvents(Exception):
     """Batches were dropped on the way, and there is nobody to ask for them: what was told is not all."""
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Receives the batches of one publisher, each once and in order.
 
     It begins with what is there (a snapshot) if there is a `replay_endpoint`, and asks there for what it
@@ -54,14 +54,6 @@ class Subscriber:
         self._told_at = 0.0  # of the last batch
         self._is_new = True
         self.missed = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Idempotent."""

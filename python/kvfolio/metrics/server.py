@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvfolio import _checks
+from kvfolio._closing import Closing
 
 from .collector import Collector, Source
 
 
-class MetricsServer:
+class MetricsServer(Closing):
     """What `serve` returns: `url` says where the figures are, `close` ends it."""
 
     def __init__(self, source: Source, port: int, address: str) -> None:
@@ -33,14 +31,6 @@ class MetricsServer:
         """Where the figures are."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give the port back. Idempotent."""
