@@ -60,6 +60,7 @@ def test_parameters_may_be_numbers_of_numpy_and_are_kept_as_plain_ones() -> None
     [
         ({"num_blocks": "8"}, TypeError, "num_blocks must be an integer, not str"),
         ({"block_size": 1.5}, TypeError, "block_size must be an integer, not float"),
+        ({"eviction": "fifo"}, ValueError, 'eviction must be one of "lru", "adaptive", not "fifo"'),
         ({"reserve_blocks": -1}, ValueError, "reserve_blocks must be at least 0, not -1"),
         ({"reserve_blocks": 1.5}, TypeError, "reserve_blocks must be an integer, not float"),
         ({"max_sequences": "2"}, TypeError, "max_sequences must be an integer, not str"),
@@ -83,6 +84,11 @@ def test_engine_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         Engine(engine.model._model, **{"num_blocks": 8, **options})
+
+
+def test_the_pool_evicts_as_the_engine_was_told(engine: Engine) -> None:
+    assert engine.pool.eviction == "lru"
+    assert Engine(engine.model._model, num_blocks=8, eviction="adaptive").pool.eviction == "adaptive"
 
 
 @pytest.mark.parametrize(

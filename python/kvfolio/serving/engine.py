@@ -63,9 +63,9 @@ class Engine:
     another thread between two calls, until `has_work` is False or `with` is left: use it for nothing else.
     `speculation`: guesses how answers go on (see `Drafter`); what was right comes out of one step together.
     It needs the tokens that run_ahead does not wait for, so ValueError for both.
-    `prefix_cache`: whether requests find what others have computed. `events`: the pool's can be published
-    (see `kvfolio.events`). `memory_bandwidth`: of the model's device, in bytes per second; only for the
-    verdict of `stats`.
+    `prefix_cache`: whether requests find what others have computed. `eviction`: which of it gives way first
+    (see `BlockPool`). `events`: the pool's can be published (see `kvfolio.events`). `memory_bandwidth`: of
+    the model's device, in bytes per second; only for the verdict of `stats`.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Engine:
         max_tokens_per_sequence: int | None = None,
         reserve_blocks: int | None = None,
         prefix_cache: bool = True,
+        eviction: str = "lru",
         tokenizer: Tokenizer | None = None,
         run_ahead: int = 0,
         speculation: Drafter | None = None,
@@ -94,7 +95,9 @@ class Engine:
         self.tokenizer = check_tokenizer(tokenizer)
         self.run_ahead, self.speculation = check_loop(run_ahead, speculation)
         self.model = PagedModel(model)
-        self.pool = kv.BlockPool(num_blocks, block_size, prefix_cache=prefix_cache, events=events)
+        self.pool = kv.BlockPool(
+            num_blocks, block_size, prefix_cache=prefix_cache, eviction=eviction, events=events
+        )
         self.max_tokens_per_sequence = longest_sequence(
             max_tokens_per_sequence, self.pool, self.model.max_positions
         )
@@ -490,8 +493,6 @@ class Engine:
     def _let_go(self, answer: Answer) -> None:
         self._schedule.let_go(answer)
         self._meter.end(answer)
-
-    # Odds and ends
 
     def _out_of_blocks(self, needed: int) -> kv.OutOfBlocks:
         return kv.OutOfBlocks(needed, self.pool.num_free, self.pool.num_quarantined, ever_fits=True)

@@ -146,7 +146,7 @@ impl Batch {
         let state = match &mut *place {
             Place::Freed => return Err(Error::StaleHandle("sequence has been freed")),
             Place::Running(..) => {
-                return Err(Error::argument("seq", "in no batch", "in one already"));
+                return Err(Error::argument("seq", "in no batch yet", "already in one"));
             }
             Place::Alone(state) => state,
         };
