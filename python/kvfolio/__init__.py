@@ -14,6 +14,7 @@ names; `kvfolio.metrics` and `kvfolio.events`, what a pool does; `kvfolio.sizing
 what one would do. Those that need more packages than numpy say which extra brings them.
 """
 
+from kvfolio import _environment
 from kvfolio._native import (
     EVICTION_POLICIES,
     Batch,
@@ -75,3 +76,5 @@ __all__ = [
     "get_num_threads",
     "set_num_threads",
 ]
+
+_environment.check()
