@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 import kvfolio as kv
 from kvfolio import _arrays, _native
-from kvfolio.errors import KVFolioError
 from kvfolio.simulation import Percentiles, Trace, read_trace
 from kvfolio.simulation.block_sizes import (
     BLOCK_SIZES,
@@ -27,6 +22,7 @@ from kvfolio.simulation.block_sizes import (
 )
 
 from . import measure
+from .outcome import status_of, write_json
 from .tables import make_console, make_table, print_table
 
 WHY = (
@@ -61,32 +57,23 @@ class Measured:
 
 def run_bench(options: BenchOptions) -> int:
     """Measure, show, write; returns the exit status: 2 for anything that is refused."""
-    to_stdout = options.json == "-"
-    console, errors = make_console(stderr=to_stdout), Console(stderr=True)
-    try:
-        _arrays.dtype_name("--dtype", options.dtype)
-        trace = synthetic_lengths() if options.trace is None else read_trace(options.trace, options.format)
-        figures = block_size_figures(trace)
-        measured = [
-            _measure(size, options)
-            for size in track(
-                BLOCK_SIZES, "block sizes", console=errors, transient=True, disable=not errors.is_terminal
-            )
-        ]
-        _show(options, trace, figures, measured, console)
-        if options.json is not None:
-            text = json.dumps(_record(options, trace, figures, measured), indent=1, allow_nan=False) + "\n"
-            if to_stdout:
-                sys.stdout.write(text)
-            else:
-                Path(options.json).write_text(text, encoding="utf-8")
-    except (KVFolioError, ValueError, TypeError) as error:
-        errors.print(f"[red]It cannot be measured:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    except OSError as error:
-        errors.print(f"[red]It cannot be written:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    return 0
+    errors = Console(stderr=True)
+    return status_of(lambda: _bench(options, errors), errors, "measured")
+
+
+def _bench(options: BenchOptions, errors: Console) -> None:
+    _arrays.dtype_name("--dtype", options.dtype)
+    trace = synthetic_lengths() if options.trace is None else read_trace(options.trace, options.format)
+    figures = block_size_figures(trace)
+    measured = [
+        _measure(size, options)
+        for size in track(
+            BLOCK_SIZES, "block sizes", console=errors, transient=True, disable=not errors.is_terminal
+        )
+    ]
+    _show(options, trace, figures, measured, make_console(stderr=options.json == "-"))
+    if options.json is not None:
+        write_json(_record(options, trace, figures, measured), options.json)
 
 
 def _measure(size: int, options: BenchOptions) -> Measured:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvfolio.errors import KVFolioError
 from kvfolio.simulation import (
     DEVICES,
     OPT_13B,
@@ -29,6 +25,7 @@ from kvfolio.simulation import (
 from kvfolio.simulation.plots import check_plot, plot
 from kvfolio.sizing import parse_bytes, read_config
 
+from .outcome import status_of, write_json
 from .plan import parse_counts
 from .simulate_report import show
 from .tables import make_console
@@ -71,28 +68,19 @@ class SimulateOptions:
 
 def run_simulate(options: SimulateOptions) -> int:
     """Read, simulate, show, write; returns the exit status: 2 for anything that is refused."""
-    to_stdout = options.json == "-"
-    console, errors = make_console(stderr=to_stdout), Console(stderr=True)
-    try:
-        if options.plot is not None:
-            check_plot(Path(options.plot))
-        report = _simulate(options, errors)
-        show(report, console)
-        if options.json is not None:
-            text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-            if to_stdout:
-                sys.stdout.write(text)
-            else:
-                Path(options.json).write_text(text, encoding="utf-8")
-        if options.plot is not None:
-            plot(report, Path(options.plot))
-    except (KVFolioError, ValueError, TypeError) as error:
-        errors.print(f"[red]It cannot be simulated:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    except OSError as error:
-        errors.print(f"[red]It cannot be written:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    return 0
+    errors = Console(stderr=True)
+    return status_of(lambda: _report(options, errors), errors, "simulated")
+
+
+def _report(options: SimulateOptions, errors: Console) -> None:
+    if options.plot is not None:
+        check_plot(Path(options.plot))
+    report = _simulate(options, errors)
+    show(report, make_console(stderr=options.json == "-"))
+    if options.json is not None:
+        write_json(report.to_json(), options.json)
+    if options.plot is not None:
+        plot(report, Path(options.plot))
 
 
 def _simulate(options: SimulateOptions, console: Console) -> Report:

@@ -46,6 +46,16 @@ fn setup() -> (BlockPool, Vec<Key>, BlockId) {
     (pool, keys, block)
 }
 
+/// The block is idle, holds the first key, and the follower knows it.
+fn setup_idle() -> (BlockPool, Vec<Key>, Follower) {
+    let (pool, keys, block) = setup();
+    publish(&pool, block, keys[0], 0);
+    pool.shared().drop_references(&[block]);
+    let mut follower = Follower::new(&pool);
+    follower.knows(&keys[..1]);
+    (pool, keys, follower)
+}
+
 #[test]
 fn who_looks_while_a_block_is_published_knows_it_in_the_end() {
     check(|| {
@@ -60,11 +70,7 @@ fn who_looks_while_a_block_is_published_knows_it_in_the_end() {
 #[test]
 fn who_looks_while_a_block_is_evicted_and_filled_anew_knows_the_new_one() {
     check(|| {
-        let (pool, keys, block) = setup();
-        publish(&pool, block, keys[0], 0);
-        pool.shared().drop_references(&[block]);
-        let mut follower = Follower::new(&pool);
-        follower.knows(&keys[..1]);
+        let (pool, keys, mut follower) = setup_idle();
         let (other, key) = (pool.clone(), keys[1]);
         at_once(
             move || {
@@ -119,11 +125,7 @@ fn after_a_reset_nothing_is_known_of_what_was_published_before_it() {
 #[test]
 fn who_looks_while_an_evicted_block_stays_blank_knows_nothing() {
     check(|| {
-        let (pool, keys, block) = setup();
-        publish(&pool, block, keys[0], 0);
-        pool.shared().drop_references(&[block]);
-        let mut follower = Follower::new(&pool);
-        follower.knows(&keys[..1]);
+        let (pool, keys, mut follower) = setup_idle();
         let other = pool.clone();
         at_once(move || assert!(allocate(other.shared(), 1).is_some()), || follower.drain());
         follower.knows(&[]);
