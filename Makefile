@@ -38,8 +38,8 @@ lint: $(WHEEL) $(VENV)/.serving ## Formatting, lints, types
 
 test-rust: ## Tests of the Rust crate, models of its races, seeded schedules, its documentation
 	cargo test --quiet -p kvfolio
-	RUSTFLAGS="--cfg loom" cargo test --quiet --target-dir target/loom -p kvfolio --lib models
-	RUSTFLAGS="--cfg schedules" cargo test --quiet --target-dir target/schedules -p kvfolio --lib schedules
+	RUSTFLAGS="--cfg loom -D warnings" cargo test --quiet --target-dir target/loom -p kvfolio --lib models
+	RUSTFLAGS="--cfg schedules -D warnings" cargo test --quiet --target-dir target/schedules -p kvfolio --lib schedules
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps -p kvfolio
 
 # Two processes, with the tests of a file in one: torch's threads would only wait for each other's cores.

@@ -125,7 +125,7 @@ fn after_a_reset_nothing_is_known_of_what_was_published_before_it() {
 #[test]
 fn who_looks_while_an_evicted_block_stays_blank_knows_nothing() {
     check(|| {
-        let (pool, keys, mut follower) = setup_idle();
+        let (pool, _, mut follower) = setup_idle();
         let other = pool.clone();
         at_once(move || assert!(allocate(other.shared(), 1).is_some()), || follower.drain());
         follower.knows(&[]);
