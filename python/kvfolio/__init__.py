@@ -14,7 +14,6 @@ names; `kvfolio.metrics` and `kvfolio.events`, what a pool does; `kvfolio.sizing
 what one would do. Those that need more packages than numpy say which extra brings them.
 """
 
-from kvfolio import _environment
 from kvfolio._native import (
     EVICTION_POLICIES,
     Batch,
@@ -76,5 +75,3 @@ __all__ = [
     "get_num_threads",
     "set_num_threads",
 ]
-
-_environment.check()

@@ -1,4 +1,4 @@
-"""What the environment says to the kernels, which pass over what they cannot use: here that is said."""
+"""What the environment says to the CPU kernels, which pass over what they cannot use: here that is said."""
 
 from __future__ import annotations
 

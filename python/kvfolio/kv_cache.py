@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfolio import _arrays, _checks, _native
+from kvfolio import _arrays, _checks, _environment, _native
 from kvfolio._arrays import Array
 from kvfolio._native import BlockPool, Plan
 from kvfolio.errors import CopiesNotApplied, StaleHandle
@@ -162,6 +162,7 @@ class KVCache:
         self._pool, self._keys, self._values, self._dtype = pool, keys, values, dtype
         self._storage = storage  # None on the CPU
         if storage is None:
+            _environment.check()
             keys = tuple(_arrays.kernel_view("keys", key, dtype, 4) for key in keys)
             values = tuple(_arrays.kernel_view("values", value, dtype, 4) for value in values)
         self._key_views, self._value_views = list(keys), list(values)

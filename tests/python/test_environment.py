@@ -1,4 +1,4 @@
-"""Variables of the environment that have no effect are said when the package is imported."""
+"""Variables of the environment that have no effect are said when there is storage for the kernels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ import pytest
 )
 def test_what_has_no_effect_is_said(name: str, value: str, warning: str | None) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import kvfolio; print(kvfolio.get_num_threads())"],
+        [sys.executable, "-c", "import kvfolio as kv; kv.KVCache(kv.BlockPool(2, 4), 1, 1, 8)"],
         env=os.environ | {name: value},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert int(done.stdout) > 0
     if warning is None:
         assert done.stderr == ""
     else:
